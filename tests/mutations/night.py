@@ -83,6 +83,11 @@ MUTATIONS = [
         ["test_trial.py::test_the_last_part_of_a_run_is_no_measure_for_others"],
     ),
     Mutation(
+        "judged runs keep their moments", "lab/experiments/trial.py",
+        "    runs.drop_moments(trained.run)\n", "",
+        ["test_trial.py::test_the_baseline_and_its_noise"],
+    ),
+    Mutation(
         "changed code keeps what it leaves among compiled code", "lab/experiments/runs.py",
         'cache = own if keep or variant.code == lab.path / "code" else work / "cache"', "cache = own",
         ["test_experiment_runs.py::TestTraining::test_what_one_process_of_changed_code_leaves_no_other_finds"],

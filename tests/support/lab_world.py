@@ -82,10 +82,14 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[pytest.Mon
         checkpoint = run / "checkpoints" / "step-00000100"
         checkpoint.mkdir(parents=True, exist_ok=True)
         weights = "same" if variant.fields.get("runtime.allocator") else repr(sorted(variant.fields.items()))
+        (checkpoint / "optimizer.safetensors").touch()
         (checkpoint / "model.safetensors").write_text(weights if variant.fields else "same")
         if trained is not None:
             trained.append((variant.number, seed))
         return Trained(run, Finished(0, 10.0, 10.0, 2**20, None, (), ()), resumed=False)
+
+    def drop_moments(run: Path) -> None:
+        next(run.glob("checkpoints/*/optimizer.safetensors")).unlink()
 
     def same_weights(one: Path, other: Path) -> bool:
         first, second = (next(run.glob("checkpoints/*/model.safetensors")).read_text() for run in (one, other))
@@ -106,6 +110,7 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[pytest.Mon
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "train", train)
+        patch.setattr(runs, "drop_moments", drop_moments)
         patch.setattr(runs, "same_weights", same_weights)
         patch.setattr(runs, "judge", judge)
         patch.setattr(runs, "steps_of", steps_of)

@@ -41,8 +41,9 @@ from gptlab.lab.judge.supervise import (
 from gptlab.lab.sweep import words_of
 from gptlab.runtime.files.plain_file import read_json_object, to_json, write_json_atomic
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.training.checkpoint.load import read_manifest, verify_checkpoint
+from gptlab.training.checkpoint.load import load_checkpoint, read_manifest, verify_checkpoint
 from gptlab.training.checkpoint.names import list_checkpoints
+from gptlab.training.checkpoint.write import save_checkpoint
 
 START_SECONDS = 900.0
 """The longest that reading data and compiling may take. A cold compilation takes two minutes on one slow core."""
@@ -189,9 +190,16 @@ def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finis
 
 
 def _space_of_run(lab: Lab) -> int:
-    """Bytes below which a run may have failed for lack of space: it has two checkpoints while it saves one."""
+    """Bytes below which a run may have failed for lack of space: it has two checkpoints while it saves one, each with
+    two moments for every weight."""
     saved = run_folder(lab, 0, lab.settings.first_seed) / "checkpoints"
-    return MIN_FREE_BYTES + 2 * sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    return MIN_FREE_BYTES + 2 * 3 * sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+
+
+def drop_moments(run: Path) -> None:
+    """Save the checkpoint of a judged run without the optimizer's tensors, two thirds of it: nothing trains it on."""
+    saved = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
+    save_checkpoint(run / "checkpoints", saved.step, model=saved.model, optimizer={}, state=saved.state)
 
 
 def judge(lab: Lab, variant: Variant, run: Path, where: Slice, seed: int, against: int) -> Judged:

@@ -299,6 +299,7 @@ def _measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:
         judged = runs.judge(lab, variant, trained.run, where, seed, one.against)
         if judged.step != variant.steps:
             raise RuleError("checkpoint", f"it is of step {judged.step:,}, and the run was to train {variant.steps:,}")
+    runs.drop_moments(trained.run)
     cost = trained.finished
     lab.ledger.append(
         "measured", experiment=number, seed=seed, slice=where, bpb=judged.loss.val_bpb, steps=variant.steps,

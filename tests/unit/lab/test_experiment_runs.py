@@ -29,6 +29,7 @@ from gptlab.lab.experiments.trial import measure_baseline
 from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import Finished
 from gptlab.runtime.files.plain_file import to_json
+from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.checkpoint.write import save_checkpoint
 
 CANDIDATE = 2
@@ -313,13 +314,24 @@ class TestTraining:
         saved = runs.run_folder(lab, 0, 1) / "checkpoints" / "step-00000100" / "model.safetensors"
         saved.write_bytes(bytes(2**20))
         needed = runs._space_of_run(lab)
-        assert 2 * 2**20 <= needed - runs.MIN_FREE_BYTES < 2.1 * 2**20
+        assert 6 * 2**20 <= needed - runs.MIN_FREE_BYTES < 6.1 * 2**20
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
         with pytest.raises(UserError, match=r"has [0-9,]+ bytes left: free some space"):
             trial.finish(lab, CANDIDATE, quiet)
         assert trial.in_flight(lab) == [CANDIDATE]
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
         assert trial.finish(lab, CANDIDATE, quiet).says == "crashed"
+
+
+def test_of_a_judged_run_the_weights_stay_alone(tmp_path: Path) -> None:
+    weights, moments, state = {"w": torch.ones(3)}, {"w.mean": torch.ones(3)}, {"step": 80}
+    saved = save_checkpoint(tmp_path / "checkpoints", 80, model=weights, optimizer=moments, state=state)
+    before = load_checkpoint(saved)
+    runs.drop_moments(tmp_path)
+    after = load_checkpoint(saved)
+    assert (after.step, after.state, after.optimizer) == (80, before.state, {})
+    assert after.model["w"].tolist() == [1.0, 1.0, 1.0]
+    assert (saved / "optimizer.safetensors").stat().st_size < 100
 
 
 def test_the_judge_is_shown_where_the_baseline_stands(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

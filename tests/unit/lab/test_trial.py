@@ -94,6 +94,8 @@ def test_the_baseline_and_its_noise(lab: Lab) -> None:
     nudged = dict(experiments[1].fields)
     assert differences == [bpb_of({}, seed) - bpb_of(nudged, seed) for seed in range(1, 6)]
     assert 0.2 < np.std(differences) / (np.sqrt(2) * PAIRED_SD) < 3
+    kept = {path.name for path in lab.experiment(0).glob("runs/*/checkpoints/*/*")}
+    assert kept == {"model.safetensors"}, "moments are most of a lab's disk"
 
 
 def test_nothing_is_tried_before_the_baseline_is_measured(tmp_path: Path) -> None:
