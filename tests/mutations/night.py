@@ -88,6 +88,12 @@ MUTATIONS = [
         ["test_trial.py::test_the_baseline_and_its_noise"],
     ),
     Mutation(
+        "what a killed timing left stays for good", "lab/experiments/trial.py",
+        "            runs.forget_timings(lab, number)\n", "            pass\n",
+        ["test_experiment_runs.py::TestTraining::"
+         "test_what_a_killed_timing_left_goes_with_the_next_look_at_its_experiment"],
+    ),
+    Mutation(
         "changed code keeps what it leaves among compiled code", "lab/experiments/runs.py",
         'cache = own if keep or variant.code == lab.path / "code" else work / "cache"', "cache = own",
         ["test_experiment_runs.py::TestTraining::test_what_one_process_of_changed_code_leaves_no_other_finds"],

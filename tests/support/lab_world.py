@@ -101,7 +101,9 @@ def formula(trained: list[tuple[int, int]] | None = None) -> Iterator[pytest.Mon
         return SimpleNamespace(loss=loss, parameters=1000, step=variant.steps)
 
     @contextlib.contextmanager
-    def steps_of(lab: Lab, variant: Variant, steps: int, run_seconds: float = 0.0) -> Iterator[Any]:
+    def steps_of(
+        lab: Lab, variant: Variant, steps: int, run_seconds: float = 0.0, *, place: Path | None = None
+    ) -> Iterator[Any]:
         seconds = 0.1
         for name in variant.fields:
             seconds /= SPEED.get(name, 1.0)

@@ -51,6 +51,8 @@ SLOW_START = 10.0
 """Where runs are not compiled, a start may take this many times the seconds that the baseline's first took."""
 SLOWER = 4.0
 """A run may take this many times the seconds that its steps took when they were timed: the machine may be busy."""
+TIMING = "work-timing-"
+"""How the names of folders begin in which steps are timed."""
 LEAST_SECONDS = 120.0
 """What a start and a step may take in any case: that of a cold compilation."""
 MEMORY_SHARE = 0.9
@@ -232,16 +234,19 @@ def _nats_path(lab: Lab, number: int, where: Slice, seed: int) -> Path:
 
 @contextmanager
 def steps_of(
-    lab: Lab, variant: Variant, steps: int, run_seconds: float = START_SECONDS
-) -> Iterator[StepProcess]:  # fmt: skip
+    lab: Lab, variant: Variant, steps: int, run_seconds: float = START_SECONDS, *, place: Path | None = None
+) -> Iterator[StepProcess]:
     """Within the context, a process that makes steps of the variant when it is asked. Its schedule is that of a run of
     `steps` steps. `run_seconds`: of the baseline's run. What takes much longer for one step can make none in its time.
+    `place`: the folder of the experiment that is timed; None: that of the variant.
     """
+    own = lab.experiment(variant.number)
+    for folder in (own, place or own):
+        folder.mkdir(parents=True, exist_ok=True)
     # Of this process alone: several workers time the same baseline at one time.
-    lab.experiment(variant.number).mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix="work-timing-", dir=lab.experiment(variant.number)))
+    work = Path(tempfile.mkdtemp(prefix=TIMING, dir=place or own))
     process = _process(lab, variant, work, _cache(lab, variant, work, keep=_is_compiled(lab)))
-    log = work.with_name("timing.log")
+    log = own / "timing.log"
     given = arguments(lab, variant, seed=lab.settings.first_seed, steps=steps)
     longest = min(max(SLOWER * run_seconds, LEAST_SECONDS), START_SECONDS)
     argv = [sys.executable, "-m", "gptlab.app.step_timer", to_json(given), str(0.9 * longest)]
@@ -251,6 +256,12 @@ def steps_of(
             yield StepProcess(running, log, max(_start_seconds(lab), longest), longest)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def forget_timings(lab: Lab, number: int) -> None:
+    """Remove the folders of killed processes that timed this experiment, which nobody times now."""
+    for path in lab.experiment(number).glob(f"{TIMING}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _start_seconds(lab: Lab) -> float:

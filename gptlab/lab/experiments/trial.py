@@ -224,7 +224,7 @@ def time_candidate(lab: Lab, number: int, say: Say, *, against: int | None = Non
     run_seconds = baseline.steps * baseline.step_seconds
     usual = min(max(TIMING_SHARE * run_seconds, MIN_TIMING_SECONDS), MAX_TIMING_SECONDS)
     with (
-        runs.steps_of(lab, baseline, baseline.steps, run_seconds) as base,
+        runs.steps_of(lab, baseline, baseline.steps, run_seconds, place=lab.experiment(number)) as base,
         runs.steps_of(lab, candidate, baseline.steps, run_seconds) as new,
     ):
         is_now, was = new.ready(), base.ready()
@@ -392,6 +392,8 @@ def _locked(
         wait()
         lock.acquire()
     try:
+        if seed is None:
+            runs.forget_timings(lab, number)
         yield
     finally:
         lock.release()

@@ -228,6 +228,32 @@ class TestTraining:
             assert not second.exists()
         assert not first.exists()
 
+    def test_what_a_killed_timing_left_goes_with_the_next_look_at_its_experiment(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also of the baseline, which is timed in the folder of the experiment: other workers may be timing it now."""
+        processes = Processes(monkeypatch)
+        number, now = submit(lab, Proposal({"model.activation": "gelu"})), lab.experiment(0) / "work-timing-now"
+        with runs.steps_of(lab, candidate(lab), steps=80, place=lab.experiment(number)):
+            left = lab.experiment(number) / "work-timing-then"
+            for folder in (left, now):
+                shutil.copytree(processes.started[0]["cwd"], folder)
+        places = []
+        with formula() as patch:
+            steps_of = runs.steps_of
+
+            def noted(lab: Lab, variant: Variant, *given: Any, place: Path | None = None) -> Any:
+                assert not left.exists()
+                places.append(place or lab.experiment(variant.number))
+                return steps_of(lab, variant, *given)
+
+            patch.setattr(runs, "steps_of", noted)
+            trial.finish(lab, number, quiet)
+            assert places == [lab.experiment(number)] * 2
+            assert now.is_dir()
+            measure_baseline(lab, quiet)
+            assert not now.exists()
+
     def test_a_killed_lab_leaves_no_run_in_the_way(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         left = lab.experiment(CANDIDATE) / "work-again-for-9" / "again-for-9" / "config.json"
         left.parent.mkdir(parents=True)
