@@ -83,7 +83,7 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             if self.end_now is not None and os.name == "posix":
                 self._watch()
-            heard = (n for n in _SIGNALS if n.name != "SIGHUP" or signal.getsignal(n) is not signal.SIG_IGN)
+            heard = [number for number in _SIGNALS if not _is_taken(number)]
             self._former = {number: signal.signal(number, self._on_signal) for number in heard}
         return self
 
@@ -180,6 +180,14 @@ class Signals:
                         self._hear(number[0])
 
         threading.Thread(target=run, name="gptlab-signals", daemon=True).start()
+
+
+def _is_taken(number: signal.Signals) -> bool:
+    """nohup ignores SIGHUP, and a program may have a use of its own for SIGUSR1 (submitit's is to requeue its job)."""
+    current = signal.getsignal(number)
+    return (number.name == "SIGHUP" and current is signal.SIG_IGN) or (
+        number.name == "SIGUSR1" and current is not signal.SIG_DFL
+    )
 
 
 def _is_echo(first_at: float) -> bool:

@@ -8,6 +8,11 @@ CLOCK = "test_train.py::TestClock::test_training_and_nothing_else"
 
 MUTATIONS = [
     Mutation(
+        "a run takes SIGUSR1 from the program that has a use for it", "training/signals.py",
+        "current is not signal.SIG_DFL", "False",
+        ["test_signals.py::TestSignals::test_the_one_that_slurm_is_often_told_to_send_before_its_time_is_over"],
+    ),
+    Mutation(
         "SIGUSR1 kills a run", "training/signals.py",
         '"SIGHUP", "SIGUSR1")', '"SIGHUP")',
         ["test_signals.py::TestSignals::test_the_one_that_slurm_is_often_told_to_send_before_its_time_is_over"],

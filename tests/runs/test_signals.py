@@ -324,11 +324,16 @@ class TestSignals:
     @posix
     def test_the_one_that_slurm_is_often_told_to_send_before_its_time_is_over(self) -> None:
         """`#SBATCH --signal=USR1@120`: it killed the run."""
-        former = signal.signal(signal.SIGUSR1, lambda *_: None)
+        former = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         try:
             with Signals() as signals, signals.training():
                 signal.raise_signal(signal.SIGUSR1)
             assert signals.signal_name == "SIGUSR1"
+            heard: list[int] = []
+            signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))  # a program's own
+            with Signals() as signals, signals.training():
+                signal.raise_signal(signal.SIGUSR1)
+            assert (signals.signal_name, heard) == (None, [signal.SIGUSR1])
         finally:
             signal.signal(signal.SIGUSR1, former)
 
