@@ -327,6 +327,7 @@ class TestSignals:
         former = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         try:
             with Signals() as signals, signals.training():
+                assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL, "it would end this process"
                 signal.raise_signal(signal.SIGUSR1)
             assert signals.signal_name == "SIGUSR1"
             heard: list[int] = []
