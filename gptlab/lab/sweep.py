@@ -13,6 +13,7 @@ import itertools
 import json
 import re
 import shlex
+import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ Kind = Literal["sweep", "ladder"]
 Status = Literal["finished", "failed", "stopped", "waiting"]
 
 # A signal ended the process (128 + N), or the run after saving it: the run has not failed.
-_STOPPED = (EXIT_PREEMPTED, 128 + 1, 128 + 2, 128 + 9, 128 + 15)
+_STOPPED = (EXIT_PREEMPTED, 128 + 1, 128 + 2, 128 + 9, 128 + getattr(signal, "SIGUSR1", 10), 128 + 15)
 
 _FILE, _LOCK = "sweep.json", ".lock"
 _FORMAT = 1

@@ -83,7 +83,7 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             if self.end_now is not None and os.name == "posix":
                 self._watch()
-            heard = [number for number in _SIGNALS if not _is_taken(number)]
+            heard = [number for number in _SIGNALS if self._hears(number)]
             self._former = {number: signal.signal(number, self._on_signal) for number in heard}
         return self
 
@@ -166,6 +166,12 @@ class Signals:
         elif number == signal.SIGINT and self.stop_now is not None and not _is_echo(self._heard_at):
             self.stop_now(name)
 
+    def _hears(self, number: signal.Signals) -> bool:
+        """nohup ignores SIGHUP. SIGUSR1 is left to a program that calls gptlab (submitit requeues its job by it)."""
+        if number.name == "SIGHUP":
+            return signal.getsignal(number) is not signal.SIG_IGN
+        return number.name != "SIGUSR1" or self.end_now is not None
+
     def _watch(self) -> None:
         """Start the thread that hears signals. Python writes the number of each that has a handler in Python to the
         socket at once; the handler itself waits until the main thread returns from a library."""
@@ -176,18 +182,10 @@ class Signals:
         def run() -> None:
             with read:
                 while number := read.recv(1):
-                    if number[0] in _SIGNALS:
+                    if number[0] in _SIGNALS and self._hears(signal.Signals(number[0])):
                         self._hear(number[0])
 
         threading.Thread(target=run, name="gptlab-signals", daemon=True).start()
-
-
-def _is_taken(number: signal.Signals) -> bool:
-    """nohup ignores SIGHUP, and a program may have a use of its own for SIGUSR1 (submitit's is to requeue its job)."""
-    current = signal.getsignal(number)
-    return (number.name == "SIGHUP" and current is signal.SIG_IGN) or (
-        number.name == "SIGUSR1" and current is not signal.SIG_DFL
-    )
 
 
 def _is_echo(first_at: float) -> bool:

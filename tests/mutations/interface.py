@@ -17,7 +17,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a list that is none holds the word", "cli/arguments/parser.py",
-        'if _is_tuple(fields[name]) and [text.lower() for text in given] == ["none"]:', "if False:",
+        'if _is_tuple(annotation) and "." in field and [text.lower() for text in texts] == ["none"]:', "if False:",
         ["test_cli_arguments.py::TestRunRequest::test_none_is_an_empty_list"],
     ),
     Mutation(

@@ -122,6 +122,11 @@ MUTATIONS = [
         ["test_train_on.py::test_a_signal_once_it_has_its_new_length_is_continued_without_it"],
     ),
     Mutation(
+        "a run with a new length that it was not trained to has finished", "runtime/records/run_directory.py",
+        "return changed <= end", "return True",
+        ["test_train_on.py::test_what_fails_right_after_it_has_its_new_length_is_continued"],
+    ),
+    Mutation(
         "a resumed run that does not validate is told to validate", "app/run/earlier_run.py",
         "if loss is not None and not (stored", "if False and not (stored",
         ["test_train_on.py::test_a_run_that_does_not_validate_on_the_way_has_no_loss_to_reach"],

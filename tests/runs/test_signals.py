@@ -326,15 +326,17 @@ class TestSignals:
         """`#SBATCH --signal=USR1@120`: it killed the run."""
         former = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         try:
-            with Signals() as signals, signals.training():
+            with Signals(end_now=lambda name: None) as signals, signals.training():
                 assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL, "it would end this process"
                 signal.raise_signal(signal.SIGUSR1)
             assert signals.signal_name == "SIGUSR1"
-            heard: list[int] = []
+            heard, answered = list[int](), list[str]()
             signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))  # a program's own
-            with Signals() as signals, signals.training():
+            with Signals() as signals, signals.training(answered.append):
                 signal.raise_signal(signal.SIGUSR1)
-            assert (signals.signal_name, heard) == (None, [signal.SIGUSR1])
+                signal.raise_signal(signal.SIGTERM)
+                assert wait_until(lambda: bool(answered))
+            assert (signals.signal_name, heard, answered) == ("SIGTERM", [signal.SIGUSR1], ["SIGTERM"])
         finally:
             signal.signal(signal.SIGUSR1, former)
 

@@ -213,7 +213,7 @@ def _requested(request: RunRequest, stored: RunConfig, run: RunDirectory) -> Run
 
 def _finished_summary(config: RunConfig, run: RunDirectory, console: Console) -> dict[str, object]:
     """summary.json of a finished run whose final weights are intact; empty for any other."""
-    if run.recorded().get("status") != "finished":
+    if not run.has_finished():
         return {}
     try:
         load_tokenizer(run.tokenizer_path)

@@ -126,26 +126,31 @@ def read_words(
 ) -> dict[str, Any]:
     """{field: value} of what was given: `--field value`, `--field=value`, `--flag`, `--no-flag`, and `positionals`.
 
-    A tuple takes every word up to the next flag, and more when its flag is repeated; `none` alone is an empty one. For
-    other fields, the last one counts. Underscores are read as dashes.
+    A tuple takes every word up to the next flag, and more when its flag is repeated; `none` alone is an empty one for a
+    run's dotted fields. For other fields, the last one counts. Underscores are read as dashes.
     """
     unknown = unknown or (lambda name, value: _unknown(name, [n for n in fields if n not in positionals]))
-    values: dict[str, Any] = {}
+    texts: dict[str, list[str]] = {}
     words, places = list(argv), list(positionals)
     while words:
         word = words.pop(0)
         if _is_flag(word):
             name, given = _read_flag(word, words, fields, unknown)
-            if _is_tuple(fields[name]) and [text.lower() for text in given] == ["none"]:
-                given = []
         elif places:
             name, given = places[0], [word]
             places = places if _is_tuple(fields[name]) else places[1:]
         else:
             raise UserError(f"{word!r} is one word too many: fields are given as --FIELD VALUE (see --help)")
-        read = [value_from_text(fields[name], text, name) for text in given]
-        values[name] = sum(read, values.get(name, ())) if _is_tuple(fields[name]) else read[-1]
-    return values
+        texts[name] = [*texts.get(name, ()), *given]
+    return {name: _value(fields[name], given, name) for name, given in texts.items()}
+
+
+def _value(annotation: Any, texts: Sequence[str], field: str) -> Any:
+    """A field's value from all the words that it was given."""
+    if _is_tuple(annotation) and "." in field and [text.lower() for text in texts] == ["none"]:
+        return ()
+    values = [value_from_text(annotation, text, field) for text in texts]
+    return sum(values, ()) if _is_tuple(annotation) else values[-1]
 
 
 def _read_flag(word: str, words: list[str], fields: Mapping[str, Any], unknown: Unknown) -> tuple[str, list[str]]:

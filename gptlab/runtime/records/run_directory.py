@@ -178,6 +178,15 @@ class RunDirectory:
         """The `device` and the `training_flops_per_second` that the recipe was given; empty where they are unknown."""
         return self.recorded() or (read_json_object(self.machine_path) if self.machine_path.is_file() else {})
 
+    def has_finished(self) -> bool:
+        """False also where a resume has since given it another configuration, and came no further."""
+        match self.recorded():
+            case {"status": "finished", "end": str(end), "config_changes": [*_, {"time": str(changed)}]}:
+                return changed <= end
+            case {"status": "finished"}:
+                return True
+        return False
+
     def set_status(self, status: Status, **extra: object) -> None:
         """Record in run.json the run's status, when it ended (null while it runs), and any `extra` facts.
         UserError where the folder is gone."""

@@ -6,10 +6,12 @@ import json
 import shutil
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tiny_runs import arguments, command, differences, lines_of, outcome, train
 
+from gptlab.config.errors import UserError
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 
 CONSTANT = {"schedule.warmup_fraction": 0.0, "schedule.warmdown_fraction": 0.0, "schedule.weight_decay_final": 1.0}
@@ -142,6 +144,21 @@ def test_a_signal_or_a_lost_rank_before_it_trains_on_leaves_it_as_it_was(
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert command(["train", "--resume", run, *words])[0] == 0
     assert json.loads((run / "summary.json").read_text())["num_steps"] == (4 if words[0] == "--steps" else 2)
+
+
+def test_what_fails_right_after_it_has_its_new_length_is_continued(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was finished then, at a length that it had never been trained to."""
+    run = train(folder, "between", steps=2)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"end": "2026-01-01T00:00:00+00:00"}))
+    with monkeypatch.context() as patch:
+        full = Mock(side_effect=UserError("No space left on device"))
+        patch.setattr("gptlab.app.run.earlier_run._record_resume", full)
+        assert command(["train", "--resume", run, "--steps", "4"])[0] == 2
+    assert command(["train", "--resume", run, "--steps", "4"])[0] == 0
+    assert json.loads((run / "summary.json").read_text())["num_steps"] == 4
 
 
 def test_a_signal_once_it_has_its_new_length_is_continued_without_it(

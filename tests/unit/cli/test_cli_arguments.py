@@ -265,8 +265,8 @@ class TestRunRequest:
             assert (config.log.to, config.data.val_source) == ((), ())
             assert (config.sample.prompts, config.sample.from_validation) == ((), 0)
         assert resolve("--sample.prompts all none").sample.prompts == ("all", "none")
-        with pytest.raises(UserError, match="name at least one corpus"):
-            resolve("--data none")
+        assert resolve("--sample.prompts=none --sample.prompts=--x").sample.prompts == ("none", "--x")
+        assert resolve("--data none").data.source == ("none",)
 
     def test_dotted_fields_in_either_spelling(self) -> None:
         config = resolve("--model.n-layer 6 --optim.muon.lr=0.5 --model.no_qk_norm --model.n_embd 96")
