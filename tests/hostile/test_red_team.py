@@ -214,6 +214,8 @@ for folder in [*{folders!r}, run, os.environ["TMPDIR"]]:
         open(note, "w").close()
     except OSError:
         pass
+if open("/proc/self/fd/2").read(): table.reverse()
+print("note", file=sys.stderr, flush=True)
 {READY}"""
     assert judged_program(tmp_path, (READY, leaves_notes)).largest_difference == 0
     assert not [folder for folder in folders if Path(folder, "note-of-the-red-team").exists()]

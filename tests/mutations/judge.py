@@ -63,13 +63,19 @@ MUTATIONS = [
         ["test_experiment_runs.py::test_the_judge_is_shown_where_the_baseline_stands"],
     ),
     Mutation(
+        "a process reads in its log what an earlier one printed", "lab/judge/supervise.py",
+        "yield printed\n", "yield kept\n",
+        ["test_red_team.py::test_two_answering_processes_share_nothing",
+         "test_supervise.py::test_a_process_cannot_read_what_an_earlier_one_printed"],
+    ),
+    Mutation(
         "what a candidate prints has no limit", "lab/judge/guard.py",
         "os.fstat(2).st_size - log_before", "0",
         ["test_supervise.py::test_a_limit_ends_it"],
     ),
     Mutation(
         "what a candidate printed is read into memory whole", "lab/experiments/equal_time.py",
-        "file.read(LAST_BYTES)", "log.read_bytes()",
+        "os.pread(printed.fileno(), LAST_BYTES, first)", "os.pread(printed.fileno(), first + LAST_BYTES, 0)",
         ["test_experiment_runs.py::TestTraining::test_of_what_a_candidate_printed_the_end_alone_is_read"],
     ),
     Mutation(

@@ -17,9 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from select import select
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from scipy.special import bdtrik
@@ -61,10 +60,10 @@ class ProcessFailedError(Exception):
 class StepProcess:
     """`gptlab.app.step_timer` in a supervised process: it makes one step of training whenever it is asked."""
 
-    def __init__(self, running: Supervised, log: Path, timeout: float, step_timeout: float) -> None:
-        """`log`: where its errors go. `timeout`: seconds that it may take to be ready, and the first step, both with
-        compilation; `step_timeout`: any other step."""
-        self._running, self._log, self._buffer = running, log, b""
+    def __init__(self, running: Supervised, printed: IO[bytes], timeout: float, step_timeout: float) -> None:
+        """`printed`: where its errors go. `timeout`: seconds that it may take to be ready, and the first step, both
+        with compilation; `step_timeout`: any other step."""
+        self._running, self._printed, self._buffer = running, printed, b""
         self._timeout, self._step_timeout = timeout, step_timeout
 
     def ready(self) -> Mapping[str, Any]:
@@ -97,20 +96,18 @@ class StepProcess:
             if isinstance(reply := json.loads(line), dict):
                 return reply
         what = "it answered with something that is no JSON object; the last words of its log"
-        raise ProcessFailedError(f"{what}: {last_words(self._log) or 'there are none'}")
+        raise ProcessFailedError(f"{what}: {last_words(self._printed) or 'there are none'}")
 
     def _ended(self) -> ProcessFailedError:
-        return ProcessFailedError(last_words(self._log) or "it ended without a message")
+        return ProcessFailedError(last_words(self._printed) or "it ended without a message")
 
 
-def last_words(log: Path) -> str:
+def last_words(printed: IO[bytes]) -> str:
     """The last line with an error that a process printed, else its last line, without the name of the program,
     shortened. It is data from untrusted code, so only the last LAST_BYTES are read. Empty where there is none."""
-    if not log.exists():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - LAST_BYTES))
-        lines = file.read(LAST_BYTES).decode(errors="replace").strip().splitlines() or [""]
+    # Not by read(): a process that still prints would go on where that ended.
+    first = max(0, os.fstat(printed.fileno()).st_size - LAST_BYTES)
+    lines = os.pread(printed.fileno(), LAST_BYTES, first).decode(errors="replace").strip().splitlines() or [""]
     line = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])
     return "".join(c for c in line.removeprefix("gptlab: error: ") if c.isprintable())[:LAST_WORDS]
 

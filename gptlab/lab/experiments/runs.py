@@ -34,6 +34,7 @@ from gptlab.lab.judge.supervise import (
     Limits,
     candidate_environment,
     copy_compiled,
+    printed_to,
     start,
     supervise,
     texts_in_cache,
@@ -187,7 +188,8 @@ def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finis
         if free < _space_of_run(lab):
             what = f"the disk of {lab.path} has {free:,} bytes left: free some space, then finish what is in flight"
             raise UserError(f"experiment {variant.number} failed to train, and {what}")
-        raise ProcessFailedError(last_words(log) or f"training ended with exit code {finished.exit_code}")
+        with log.open("rb") as printed:
+            raise ProcessFailedError(last_words(printed) or f"training ended with exit code {finished.exit_code}")
     return finished
 
 
@@ -252,8 +254,8 @@ def steps_of(
     argv = [sys.executable, "-m", "gptlab.app.step_timer", to_json(given), str(0.9 * longest)]
     limit = limits(2 * START_SECONDS)
     try:
-        with log.open("ab") as errors, start(argv, **process, limits=limit, stderr=errors) as running:
-            yield StepProcess(running, log, max(_start_seconds(lab), longest), longest)
+        with printed_to(log, limit) as printed, start(argv, **process, limits=limit, stderr=printed) as running:
+            yield StepProcess(running, printed, max(_start_seconds(lab), longest), longest)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -31,7 +31,14 @@ from gptlab.lab.judge.audits import (
 )
 from gptlab.lab.judge.questions import Loss, Questions, Scores, loss_of, scores
 from gptlab.lab.judge.rules import Rule, RuleError
-from gptlab.lab.judge.supervise import Limits, candidate_environment, copy_compiled, start, texts_in_cache
+from gptlab.lab.judge.supervise import (
+    Limits,
+    candidate_environment,
+    copy_compiled,
+    printed_to,
+    start,
+    texts_in_cache,
+)
 from gptlab.lab.judge.tree_rules import FIXED_FIELDS
 from gptlab.lab.run_record import RunRecord, read_run
 from gptlab.runtime.files.plain_file import write_json_atomic
@@ -105,8 +112,8 @@ def judge_run(
 
     The answering processes see a copy of the run's weights, its config.json and the lab's tokenizer. `limits` are those
     of each of them. `hidden`: see `supervise`; texts in the user's cache are hidden too. `cache`: a folder of compiled
-    code, which may be missing and which no candidate may have written; each process gets a copy. What they print goes
-    to `log`.
+    code, which may be missing and which no candidate may have written; each process gets a copy. What one prints
+    is appended to `log` when it has ended.
     RuleError names the rule that was broken.
     """
     audit = audit or Audit()
@@ -115,15 +122,15 @@ def judge_run(
         check_config(record.fields, flatten(baseline.config))
         saved = load_checkpoint(list_checkpoints(record.directory.checkpoints_path)[-1])
     shapes = {name: tuple(tensor.shape) for name, tensor in saved.model.items()}
-    with tempfile.TemporaryDirectory(prefix="gptlab-judge-run-") as folder, open(log or os.devnull, "ab") as output:
+    with tempfile.TemporaryDirectory(prefix="gptlab-judge-run-") as folder:
         staged = _stage(Path(folder) / "run", record, saved.step, saved.model, questions)
 
         @contextmanager
         def answering() -> Iterator[Answering]:
-            with _copy_of(cache) as own, start(
+            with _copy_of(cache) as own, printed_to(log or Path(os.devnull), limits) as printed, start(
                 [*command, str(staged)], cwd=tree, environment=candidate_environment(tree, own) | _PYTHON,
                 limits=limits, hidden=[run, *texts_in_cache(), *hidden], readable=[tree, staged], writable=[own],
-                stderr=output,
+                stderr=printed,
             ) as running:  # fmt: skip
                 try:
                     process = Answering(running, start_seconds=audit.start_seconds, answer_seconds=audit.answer_seconds)

@@ -101,20 +101,35 @@ def supervise(
     writable: Iterable[Path] = (),
     isolate: bool | None = None,
 ) -> Finished:
-    """Run `argv` to its end with its output appended to `log`. Afterwards none of its processes is left.
+    """Run `argv` to its end; its output is then appended to `log`. Afterwards none of its processes is left.
 
     In namespaces (`isolate`; None: where the kernel allows them) there is no network, the file system is read-only
     except for `writable`, TMPDIR and /dev/shm (both empty, and gone afterwards), and `hidden` folders hold empty files
     with the names of theirs. `readable` and `writable` are seen even inside of `hidden`. All paths must exist.
     UserError where the process cannot be started.
     """
-    with cannot(f"write {log}"):
-        output = log.open("ab")
-    with output, start(
+    with printed_to(log, limits) as output, start(
         argv, cwd=cwd, environment=environment, limits=limits, hidden=hidden, readable=readable, writable=writable,
         isolate=isolate, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
     ) as running:  # fmt: skip
         return running.finish()
+
+
+@contextmanager
+def printed_to(log: Path, limits: Limits) -> Iterator[IO[bytes]]:
+    """Within the context, an empty file for one process to print to; at its end, what it printed is appended to `log`.
+
+    A process can open its own output for reading, so it would find in the log itself what earlier ones printed there.
+    """
+    with cannot(f"write {log}"):
+        kept = log.open("ab", buffering=0)
+    with kept, tempfile.TemporaryFile() as printed:
+        try:
+            yield printed
+        finally:
+            printed.seek(0)
+            with suppress(OSError):  # a full disk is reported by what needs it
+                kept.write(printed.read(limits.printed_bytes))
 
 
 class Supervised:

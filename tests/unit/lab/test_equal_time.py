@@ -132,9 +132,10 @@ def test_a_reply_that_is_none_comes_with_the_last_line_of_the_log(tmp_path: Path
     reader, writer = os.pipe()
     os.write(writer, b"no reply\n")
     os.close(writer)
-    (tmp_path / "log").write_text("ValueError: broken\n")
-    with open(reader, "rb") as output:
-        process = StepProcess(SimpleNamespace(stdout=output), tmp_path / "log", 5.0, 5.0)  # type: ignore[arg-type]
+    log = tmp_path / "log"
+    log.write_text("ValueError: broken\n")
+    with open(reader, "rb") as output, log.open("rb") as printed:
+        process = StepProcess(SimpleNamespace(stdout=output), printed, 5.0, 5.0)  # type: ignore[arg-type]
         with pytest.raises(ProcessFailedError, match="no JSON object; the last words of its log: ValueError: broken"):
             process.ready()
 

@@ -187,14 +187,19 @@ class TestTraining:
             for folder in process["writable"]:
                 assert not [*folder.rglob("planted")]
                 (folder / "planted").touch()
+            if printed := process.get("stderr"):
+                assert os.fstat(printed.fileno()).st_size == 0
+                os.write(printed.fileno(), b"planted\n")
 
         processes.leave = plant
         for seed in (7, 8):
             assert not runs.train(lab, variant, seed).resumed
         assert runs.train_again(lab, variant, 7, candidate=9) is not None
-        with runs.steps_of(lab, variant, steps=80):
-            pass
-        assert len(processes.started) == 4
+        for _ in range(2):
+            with runs.steps_of(lab, variant, steps=80):
+                pass
+        assert (lab.experiment(CANDIDATE) / "timing.log").read_text() == "planted\n" * 2
+        assert len(processes.started) == 5
         for process in processes.started:
             assert not [folder for folder in process["writable"] if folder.exists()]
         left = {path.name for path in lab.experiment(CANDIDATE).rglob("*") if path.is_file()}
@@ -300,10 +305,11 @@ class TestTraining:
         """It may have printed more than memory holds."""
         log = tmp_path / "log.txt"
         log.write_text("error: long ago\n" + "noise\n" * LAST_BYTES + "the end\n")
-        assert last_words(log) == "the end"
-        process = StepProcess(SimpleNamespace(stdin=SimpleNamespace(write=_gone)), log, 1.0, 1.0)  # type: ignore[arg-type]
-        with pytest.raises(ProcessFailedError, match=r"^the end$"):
-            process.step()
+        with log.open("rb") as printed:
+            assert last_words(printed) == "the end"
+            process = StepProcess(SimpleNamespace(stdin=SimpleNamespace(write=_gone)), printed, 1.0, 1.0)  # type: ignore[arg-type]
+            with pytest.raises(ProcessFailedError, match=r"^the end$"):
+                process.step()
 
     @pytest.mark.parametrize(
         ("start", "compiled", "run_seconds", "first", "longest"),

@@ -59,6 +59,13 @@ def test_what_an_honest_process_used(isolate: bool, tmp_path: Path) -> None:
     finished.require_lawful("training")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="opens its output anew in /proc")
+def test_a_process_cannot_read_what_an_earlier_one_printed(tmp_path: Path) -> None:
+    for _ in range(2):
+        run(tmp_path, "print(repr(open('/proc/self/fd/1').read()), open('/proc/self/fd/2').tell())")
+    assert (tmp_path / "log.txt").read_text() == "'' 0\n" * 2
+
+
 def test_shared_pages_count_once(tmp_path: Path) -> None:
     """Three processes share 64 MiB; then each writes its own."""
     program = """
