@@ -98,4 +98,14 @@ MUTATIONS = [
         "text += math.fsum(nats[rows][lengths > 0])", "text += math.fsum(nats[rows][counted])",
         ["test_questions.py::test_the_loss_by_hand"],
     ),
+    Mutation(
+        "a candidate's link leads the lab to another run", "lab/experiments/runs.py",
+        "                _make_own(trained)\n", "                pass\n",
+        ["test_experiment_runs.py::TestTraining::test_a_link_leads_to_no_other_run"],
+    ),
+    Mutation(
+        "a candidate closes a folder of its run to the lab", "lab/experiments/runs.py",
+        "        path.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)\n", "",
+        ["test_experiment_runs.py::TestTraining::test_the_lab_may_write_in_every_folder_of_a_run"],
+    ),
 ]  # fmt: skip

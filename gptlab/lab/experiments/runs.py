@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, cannot
 from gptlab.config.load import config_to_json, flatten
 from gptlab.data.rows import validation_rows
 from gptlab.lab.experiments.equal_time import ProcessFailedError, StepProcess, last_words
@@ -44,7 +45,7 @@ from gptlab.runtime.files.plain_file import read_json_object, to_json, write_jso
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.load import load_checkpoint, read_manifest, verify_checkpoint
 from gptlab.training.checkpoint.names import list_checkpoints
-from gptlab.training.checkpoint.write import save_checkpoint
+from gptlab.training.checkpoint.write import remove_tree, save_checkpoint
 
 START_SECONDS = 900.0
 """The longest that reading data and compiling may take. A cold compilation takes two minutes on one slow core."""
@@ -108,7 +109,7 @@ def train(lab: Lab, variant: Variant, seed: int) -> Trained:
     began = _work(lab, variant, run.name) / run.name
     for path in (run, began):
         if _is_of_another_place(lab, path):
-            shutil.rmtree(path)
+            remove_tree(path)
     # Beside the run, where its process cannot write: a lab that was stopped while it judged still checks the time.
     ended = run.with_name(f"{run.name}.json")
     if ended.exists() and RunDirectory(run).recorded().get("status") == "finished":
@@ -177,10 +178,16 @@ def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finis
     process = _process(lab, variant, work, _cache(lab, variant, work))
     finished = supervise([sys.executable, "-m", "gptlab", *words], **process, log=log, limits=limits(seconds))
     free = shutil.disk_usage(lab.path).free  # before the folder of the process is removed
-    if (trained := work / run.name).is_dir():
-        shutil.rmtree(run, ignore_errors=True)
-        trained.replace(run)
-    shutil.rmtree(work, ignore_errors=True)
+    trained = work / run.name
+    try:
+        if os.path.lexists(trained):
+            with damage_breaks("checkpoint"), cannot(f"read {trained}"):
+                _make_own(trained)
+        if trained.is_dir():
+            remove_tree(run)
+            trained.replace(run)
+    finally:
+        remove_tree(work)
     if finished.timed_out:
         raise ProcessFailedError(f"training took longer than {seconds:.0f} s", timed_out=True)
     finished.require_lawful("training")
@@ -191,6 +198,18 @@ def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finis
         with log.open("rb") as printed:
             raise ProcessFailedError(last_words(printed) or f"training ended with exit code {finished.exit_code}")
     return finished
+
+
+def _make_own(path: Path) -> None:
+    """Let the lab write in every folder of a run that a process left. RuleError for what is no plain file or folder:
+    a link would lead the lab to files that are not the run's, which it would judge, and remove."""
+    mode = path.lstat().st_mode
+    if stat.S_ISDIR(mode):
+        path.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)
+        for entry in path.iterdir():
+            _make_own(entry)
+    elif not stat.S_ISREG(mode):
+        raise RuleError("checkpoint", f"{path.name} is no plain file or folder")
 
 
 def _space_of_run(lab: Lab) -> int:

@@ -292,6 +292,54 @@ class TestTraining:
             runs.train_again(lab, candidate(lab), 7, candidate=CANDIDATE, same_as=first)
         assert [path.name for path in first.parent.iterdir() if path.is_dir()] == ["seed-7"]
 
+    @pytest.mark.parametrize("where", ["", "run.json", "checkpoints/step-00000080"])
+    @pytest.mark.parametrize("exit_code", [0, 3])
+    def test_a_link_leads_to_no_other_run(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch, where: str, exit_code: int
+    ) -> None:
+        """The lab would judge the weights of that run, and remove them when it forgets the experiment."""
+        (other := lab.path / "other").mkdir()
+        saved = save(other, 1.0)
+
+        def plant(process: dict[str, Any]) -> None:
+            link = process["cwd"] / "seed-7" / where
+            shutil.rmtree(process["cwd"] / "seed-7", ignore_errors=True)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(other / where)
+
+        Processes(monkeypatch, exit_code).leave = plant
+        with pytest.raises(RuleError, match=r"^checkpoint: .* is no plain file or folder$"):
+            runs.train(lab, candidate(lab), seed=7)
+        assert load_checkpoint(saved).model["w"] == 1.0
+        folder = lab.experiment(CANDIDATE)
+        assert not os.path.lexists(folder / "runs" / "seed-7")
+        assert not (folder / "work-seed-7").exists()
+
+    def test_a_link_that_a_killed_lab_left_is_removed(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        other = lab.path / "other"
+        other.mkdir()
+        (other / "config.json").write_text(to_json(config_to_json(lab.run_config(7, 257))))
+        began = lab.experiment(CANDIDATE) / "work-seed-7" / "seed-7"
+        began.parent.mkdir(parents=True)
+        began.symlink_to(other)
+        moved = replace(lab, path=lab.path.rename(lab.path.with_name("moved")))
+        (moved.path.with_name("lab")).symlink_to(moved.path)
+        Processes(monkeypatch)
+        assert not runs.train(moved, candidate(moved), seed=7).resumed
+        assert (moved.path / "other" / "config.json").is_file()
+
+    def test_the_lab_may_write_in_every_folder_of_a_run(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Otherwise it could not keep the weights alone, nor remove them."""
+
+        def close(process: dict[str, Any]) -> None:
+            save(run := process["cwd"] / "seed-7", 1.0)
+            for folder in (run / "checkpoints", run):
+                folder.chmod(0o555)
+
+        Processes(monkeypatch).leave = close
+        run = runs.train(lab, candidate(lab), seed=7).run
+        assert [folder.stat().st_mode & 0o777 for folder in (run, run / "checkpoints")] == [0o755] * 2
+
     def test_how_it_may_end(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         Processes(monkeypatch, exit_code=3)
         with pytest.raises(ProcessFailedError, match=r"^out of luck$") as crashed:
