@@ -90,8 +90,13 @@ MUTATIONS = [
     ),
     Mutation(
         "what trains off the clock and is slow is asked for its time alone", "lab/experiments/runs.py",
-        "if same_as is not None and not same_weights(run, same_as):", "if False:",
+        "if not same_weights(run, same_as):", "if False:",
         ["test_experiment_runs.py::TestTraining::test_what_trains_again_for_its_time_must_end_with_its_weights"],
+    ),
+    Mutation(
+        "what trains again for its time need not finish", "lab/experiments/runs.py",
+        "if not is_finished or step_of(", "if False and step_of(",
+        ["test_experiment_runs.py::TestTraining::test_what_trains_again_for_its_time_must_finish"],
     ),
     Mutation(
         "BOS counts among the bytes' bits", "lab/judge/questions.py",

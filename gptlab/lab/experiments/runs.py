@@ -44,7 +44,7 @@ from gptlab.lab.sweep import words_of
 from gptlab.runtime.files.plain_file import read_json_object, to_json, write_json_atomic
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.load import load_checkpoint, read_manifest, verify_checkpoint
-from gptlab.training.checkpoint.names import list_checkpoints
+from gptlab.training.checkpoint.names import list_checkpoints, step_of
 from gptlab.training.checkpoint.write import remove_tree, save_checkpoint
 
 START_SECONDS = 900.0
@@ -135,16 +135,22 @@ def _is_of_another_place(lab: Lab, run: Path) -> bool:
 def train_again(lab: Lab, variant: Variant, seed: int, *, candidate: int, same_as: Path | None = None) -> Finished:
     """Train what is trained already, only to see what it costs now, for the check of one candidate.
 
-    RuleError (wall-clock) where it ends with other weights than those of the run `same_as`.
+    With `same_as`, a run: RuleError where it does not finish (checkpoint), or ends with other weights than that run
+    (wall-clock).
     """
     run = run_folder(lab, variant.number, seed).with_name(f"again-for-{candidate}")
     work = _work(lab, variant, run.name)
     shutil.rmtree(work, ignore_errors=True)  # of a lab that was killed
     try:
         finished = _train(lab, variant, run, _words_for(lab, variant, work / run.name, seed))
-        # Otherwise it could have trained off the clock the first time alone: it can see which time it is.
-        if same_as is not None and not same_weights(run, same_as):
-            raise RuleError("wall-clock", "training took too long, and trained again it ended with other weights")
+        if same_as is not None:
+            with damage_breaks("checkpoint"):
+                is_finished = RunDirectory(run).read_provenance()["status"] == "finished"
+                if not is_finished or step_of(list_checkpoints(run / "checkpoints")[-1]) != variant.steps:
+                    raise RuleError("checkpoint", f"trained again, it did not finish its {variant.steps:,} steps")
+            # Otherwise it could have trained off the clock the first time alone: it can see which time it is.
+            if not same_weights(run, same_as):
+                raise RuleError("wall-clock", "training took too long, and trained again it ended with other weights")
         return finished
     finally:
         shutil.rmtree(run, ignore_errors=True)

@@ -80,8 +80,8 @@ class Processes:
         self.leave(process)
 
 
-def save(run: Path, weight: float) -> Path:
-    return save_checkpoint(run / "checkpoints", 80, model={"w": torch.tensor([weight])}, optimizer={}, state={})
+def save(run: Path, weight: float, step: int = 80) -> Path:
+    return save_checkpoint(run / "checkpoints", step, model={"w": torch.tensor([weight])}, optimizer={}, state={})
 
 
 def _gone(question: bytes) -> None:
@@ -291,6 +291,24 @@ class TestTraining:
         with nullcontext() if rule is None else pytest.raises(RuleError, match=f"^{rule}: "):
             runs.train_again(lab, candidate(lab), 7, candidate=CANDIDATE, same_as=first)
         assert [path.name for path in first.parent.iterdir() if path.is_dir()] == ["seed-7"]
+
+    @pytest.mark.parametrize(("status", "steps"), [("running", 80), ("finished", 79), (None, 80)])
+    def test_what_trains_again_for_its_time_must_finish(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch, status: str | None, steps: int
+    ) -> None:
+        """Otherwise its time is not that of a whole run."""
+        first = runs.run_folder(lab, CANDIDATE, 7)
+        first.mkdir(parents=True)
+        for step in (steps, 80):
+            save(first, 1.0, step)
+
+        def trains(process: dict[str, Any]) -> None:
+            save(run := process["cwd"] / "again-for-2", 1.0, steps)
+            (run / "run.json").write_text(json.dumps({} if status is None else {"status": status}))
+
+        Processes(monkeypatch).leave = trains
+        with pytest.raises(RuleError, match=r"^checkpoint: "):
+            runs.train_again(lab, candidate(lab), 7, candidate=CANDIDATE, same_as=first)
 
     @pytest.mark.parametrize("where", ["", "run.json", "checkpoints/step-00000080"])
     @pytest.mark.parametrize("exit_code", [0, 3])
