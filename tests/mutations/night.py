@@ -88,6 +88,16 @@ MUTATIONS = [
         ["test_trial.py::test_the_baseline_and_its_noise"],
     ),
     Mutation(
+        "a full disk costs what was measured", "lab/experiments/trial.py",
+        "    cost = trained.finished\n", "    runs.drop_moments(trained.run)\n    cost = trained.finished\n",
+        ["test_trial.py::test_what_was_measured_is_kept_where_the_moments_cannot_be_dropped"],
+    ),
+    Mutation(
+        "a state that cannot be saved again ends the night", "lab/experiments/runs.py",
+        "    with suppress(ValueError):\n", "    with suppress():\n",
+        ["test_experiment_runs.py::test_a_state_that_cannot_be_saved_again_does_not_end_the_night"],
+    ),
+    Mutation(
         "what a killed timing left stays for good", "lab/experiments/trial.py",
         "            runs.forget_timings(lab, number)\n", "            pass\n",
         ["test_experiment_runs.py::TestTraining::"

@@ -226,9 +226,12 @@ def _space_of_run(lab: Lab) -> int:
 
 
 def drop_moments(run: Path) -> None:
-    """Save the checkpoint of a judged run without the optimizer's tensors, two thirds of it: nothing trains it on."""
+    """Save the checkpoint of a judged run without the optimizer's tensors, two thirds of it: nothing trains it on.
+    CheckpointError where the disk is full."""
     saved = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
-    save_checkpoint(run / "checkpoints", saved.step, model=saved.model, optimizer={}, state=saved.state)
+    # What a candidate wrote in state.json may be read and not written: such a checkpoint stays as it is.
+    with suppress(ValueError):
+        save_checkpoint(run / "checkpoints", saved.step, model=saved.model, optimizer={}, state=saved.state)
 
 
 def judge(lab: Lab, variant: Variant, run: Path, where: Slice, seed: int, against: int) -> Judged:

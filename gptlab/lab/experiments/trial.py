@@ -299,13 +299,13 @@ def _measure(lab: Lab, number: int, seed: int, where: Slice, say: Say) -> float:
         judged = runs.judge(lab, variant, trained.run, where, seed, one.against)
         if judged.step != variant.steps:
             raise RuleError("checkpoint", f"it is of step {judged.step:,}, and the run was to train {variant.steps:,}")
-    runs.drop_moments(trained.run)
     cost = trained.finished
     lab.ledger.append(
         "measured", experiment=number, seed=seed, slice=where, bpb=judged.loss.val_bpb, steps=variant.steps,
         parameters=judged.parameters, wall_seconds=cost.wall_seconds, cpu_seconds=cost.cpu_seconds,
         peak_mb=cost.peak_bytes / 2**20, resumed=trained.resumed,
     )  # fmt: skip
+    runs.drop_moments(trained.run)
     return judged.loss.val_bpb
 
 

@@ -29,6 +29,7 @@ from gptlab.lab.experiments.trial import measure_baseline
 from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import Finished
 from gptlab.runtime.files.plain_file import to_json
+from gptlab.training.checkpoint import write
 from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.checkpoint.write import save_checkpoint
 
@@ -430,6 +431,19 @@ def test_of_a_judged_run_the_weights_stay_alone(tmp_path: Path) -> None:
     assert (after.step, after.state, after.optimizer) == (80, before.state, {})
     assert after.model["w"].tolist() == [1.0, 1.0, 1.0]
     assert (saved / "optimizer.safetensors").stat().st_size < 100
+
+
+def test_a_state_that_cannot_be_saved_again_does_not_end_the_night(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON has numbers that no float is."""
+    weights, moments = {"w": torch.ones(3)}, {"w.mean": torch.ones(3)}
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "_state_text", lambda state: b'{"x": 1e999}')
+        saved = save_checkpoint(tmp_path / "checkpoints", 80, model=weights, optimizer=moments, state={})
+    runs.drop_moments(tmp_path)
+    assert load_checkpoint(saved).model["w"].tolist() == [1.0, 1.0, 1.0]
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
 
 def test_the_judge_is_shown_where_the_baseline_stands(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

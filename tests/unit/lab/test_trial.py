@@ -251,6 +251,23 @@ def test_only_what_is_slow_twice_trained_off_the_clock(
     assert repeated == [(0, None), *candidates]
 
 
+def test_what_was_measured_is_kept_where_the_moments_cannot_be_dropped(lab: Lab) -> None:
+    """A disk may be full, or the lab killed meanwhile."""
+    number, trained = submit(lab, Proposal({"optim.head.lr": -1.0})), list[tuple[int, int]]()
+
+    def drop_moments(run: Path) -> None:
+        raise UserError("the disk is full")
+
+    with formula(trained) as patch:
+        patch.setattr(runs, "drop_moments", drop_moments)
+        with pytest.raises(UserError, match="disk is full"):
+            finish(lab, number, quiet)
+    assert len(lab.ledger.experiments()[number].bpb) == 1
+    with formula(trained):
+        finish(lab, number, quiet)
+    assert len(trained) == len(set(trained)), "none is trained again"
+
+
 def test_the_last_part_of_a_run_is_no_measure_for_others(tmp_path: Path) -> None:
     """The baseline's with seed 2 was stopped, and resumed just before its end."""
     lab = new_lab(tmp_path, seeds=2)
