@@ -38,10 +38,12 @@ def main(argv: list[str]) -> int:
     try:
         session = _open(request_from_values(None, json.loads(argv[0])))
         print(to_json(_description(session)), file=replies, flush=True)
+        faulthandler.cancel_dump_traceback_later()
         with session.state.loader, quiet_garbage():
             for _ in sys.stdin:
                 faulthandler.dump_traceback_later(float(argv[1]))
                 print(to_json({"step": _step(session)}), file=replies, flush=True)
+                faulthandler.cancel_dump_traceback_later()
     except UserError as error:
         print(f"gptlab: error: {error}", file=sys.stderr)
         return 2

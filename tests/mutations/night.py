@@ -98,6 +98,12 @@ MUTATIONS = [
         ["test_experiment_runs.py::test_a_state_that_cannot_be_saved_again_does_not_end_the_night"],
     ),
     Mutation(
+        "a baseline that waits is said to hang", "app/step_timer.py",
+        '_step(session)}), file=replies, flush=True)\n                faulthandler.cancel_dump_traceback_later()\n',
+        '_step(session)}), file=replies, flush=True)\n',
+        ["test_equal_time.py::test_what_waits_for_the_other_program_does_not_hang"],
+    ),
+    Mutation(
         "what a killed timing left stays for good", "lab/experiments/trial.py",
         "            runs.forget_timings(lab, number)\n", "            pass\n",
         ["test_experiment_runs.py::TestTraining::"

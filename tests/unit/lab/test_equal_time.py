@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import gptlab
+from gptlab.app import step_timer
 from gptlab.lab.experiments import equal_time
 from gptlab.lab.experiments.equal_time import (
     ProcessFailedError,
@@ -126,6 +128,23 @@ def test_where_it_hangs_is_in_the_log(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gptlab.app.step_timer", "{}", "0.1"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, cwd=tmp_path)
     assert b"in hang" in done.stderr
+
+
+def test_what_waits_for_the_other_program_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is at is written while it works alone."""
+    calls: list[str] = []
+    arm, cancel = (lambda seconds: calls.append("arm")), (lambda: calls.append("cancel"))
+    watch = SimpleNamespace(dump_traceback_later=arm, cancel_dump_traceback_later=cancel)
+    session = SimpleNamespace(state=SimpleNamespace(loader=nullcontext()))
+    monkeypatch.setattr(step_timer, "faulthandler", watch)
+    monkeypatch.setattr(step_timer, "_open", lambda request: session)
+    monkeypatch.setattr(step_timer, "_description", lambda session: {})
+    monkeypatch.setattr(step_timer, "_step", lambda session: calls.append("step"))
+    monkeypatch.setattr(step_timer.os, "dup2", lambda one, other: None)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # put back at the end
+    monkeypatch.setattr(sys, "stdin", ["\n", "\n"])
+    assert step_timer.main(["{}", "1000"]) == 0
+    assert calls == ["arm", "cancel", *["arm", "step", "cancel"] * 2]
 
 
 def test_a_reply_that_is_none_comes_with_the_last_line_of_the_log(tmp_path: Path) -> None:
