@@ -104,6 +104,11 @@ MUTATIONS = [
         ["test_from.py::TestWarnings::test_another_number_of_processes_that_changes_nothing"],
     ),
     Mutation(
+        "a lab's run is found to have no moments once its length is changed", "training/checkpoint/load.py",
+        "    if not checkpoint.optimizer:\n", "    if False:\n",
+        ["test_train_on.py::test_a_run_of_a_lab_has_nothing_to_train_on_with"],
+    ),
+    Mutation(
         "a run that has reached its loss is trained on to the same loss", "app/run/run_request.py",
         "f\"{0.9 * horizon.until_val_loss:.4g}\"", "f\"{horizon.until_val_loss:.4g}\"",
         ["test_train_on.py::test_the_command_that_trains_on_a_run_with_a_loss_to_reach"],

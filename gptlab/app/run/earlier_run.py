@@ -36,7 +36,7 @@ from gptlab.runtime.records.identity import change_config, changeable_fields, ed
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.provenance import RESUME_FACTS, Evidence
 from gptlab.runtime.records.run_directory import RunDirectory, recorded_id
-from gptlab.training.checkpoint.load import Checkpoint, load_newest, select_checkpoint, verify_checkpoint
+from gptlab.training.checkpoint.load import Checkpoint, load_to_train_on, select_checkpoint, verify_checkpoint
 from gptlab.training.checkpoint.names import candidates, list_checkpoints, step_of
 from gptlab.training.recorder import CLOSING_DECIMALS, Recorder, show_closing_block
 from gptlab.training.state import TrainState
@@ -273,7 +273,7 @@ def _newest_checkpoint(run: RunDirectory, console: Console, group: Group, step: 
         verify_checkpoint(select_checkpoint(run.checkpoints_path, str(step)))
     if group.broadcast("has checkpoints", bool(list_checkpoints(run.checkpoints_path))):
         with rank_0_reports(group, "an intact checkpoint"):
-            checkpoint = load_newest(run.checkpoints_path, console.warn, group, up_to=step)
+            checkpoint = load_to_train_on(run.checkpoints_path, console.warn, group, up_to=step)
             if step not in (None, checkpoint.step):
                 raise UserError(f"no checkpoint of step {step} in {run.checkpoints_path} is intact for every process")
             _require_own_checkpoint(run, checkpoint, console)

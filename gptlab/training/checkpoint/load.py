@@ -108,6 +108,20 @@ def load_newest(
     raise UserError(f"no intact checkpoint in {folder}: {'; '.join(wrong)}")
 
 
+def load_to_train_on(
+    folder: Path, on_damage: OnDamage, group: Group | None = None, *, up_to: int | None = None
+) -> Checkpoint:
+    """`load_newest`, with what training needs beside weights. UserError, on all ranks alike, for a checkpoint that a
+    lab saved again without it."""
+    checkpoint = load_newest(folder, on_damage, group, up_to=up_to)
+    if not checkpoint.optimizer:
+        raise UserError(
+            f"{checkpoint.path} has no optimizer state, as a lab keeps none: train again with --from {folder.parent}, "
+            f"or begin with its weights with --init-from {folder.parent}"
+        )
+    return checkpoint
+
+
 def _load_together(path: Path, group: Group) -> Checkpoint:
     """`load_checkpoint` on several ranks, each of which reads of the tensors what it then uses. Ranks that see the same
     files verify a share of them each. DamagedCheckpointError on all ranks if any of them finds something wrong."""

@@ -12,6 +12,7 @@ import pytest
 from tiny_runs import arguments, command, differences, lines_of, outcome, train
 
 from gptlab.config.errors import UserError
+from gptlab.lab.experiments.runs import drop_moments
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 
 CONSTANT = {"schedule.warmup_fraction": 0.0, "schedule.warmdown_fraction": 0.0, "schedule.weight_decay_final": 1.0}
@@ -51,6 +52,16 @@ def test_what_is_no_longer_is_refused(folder: Path) -> None:
     code, _, err = command(["train", "--resume", run, "--until-val-loss", "50"])
     assert code == 2
     assert {path: path.read_bytes() for path in before if ".lock" not in path.name} == before
+
+
+def test_a_run_of_a_lab_has_nothing_to_train_on_with(folder: Path) -> None:
+    run = train(folder, "judged", steps=2)
+    drop_moments(run)
+    before = (run / "config.json").read_bytes()
+    code, _, err = command(["train", "--resume", run, "--steps", "4"])
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"step-00000002 has no optimizer state, as a lab keeps none: train again with --from {run}, or " in err
+    assert (run / "config.json").read_bytes() == before
 
 
 def test_a_run_that_is_not_finished_keeps_its_length(folder: Path) -> None:
