@@ -70,8 +70,8 @@ def _runs_of(words: Sequence[str]) -> list[RunRecord]:
     found, named = find_runs(words), {Path(word).resolve() for word in words}
     left_out = [run.path for run in found if not run.has_result and run.path.resolve() not in named]
     if left_out:
-        more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
-        print(printable(f"warning: {left_out[0]}{more} has no validation to compare: left out"), file=sys.stderr)
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        print(printable(f"warning: left out, without a validation to compare: {left_out[0]}{more}"), file=sys.stderr)
     return [run for run in found if run.path not in left_out]
 
 

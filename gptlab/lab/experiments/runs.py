@@ -54,7 +54,7 @@ SLOW_START = 10.0
 SLOWER = 4.0
 """A run may take this many times the seconds that its steps took when they were timed: the machine may be busy."""
 TIMING = "work-timing-"
-"""How the names of folders begin in which steps are timed."""
+"""Prefix of the names of the folders in which steps are timed."""
 LEAST_SECONDS = 120.0
 """What a start and a step may take in any case: that of a cold compilation."""
 MEMORY_SHARE = 0.9

@@ -171,7 +171,7 @@ def examine(
     nats of every position (questions.count, seq_len), and the largest difference of two answers to the same tokens.
 
     Both are asked for the first weights of two seeds, then rows, in questions of one shape: neither knows which it is.
-    They never run at one time: namespaces do not keep one from telling the other which rows it was asked.
+    They never run at the same time: namespaces do not keep one from telling the other which rows it was asked.
     """
     random = np.random.default_rng(secrets.randbits(128))
     signs = random.choice([-1.0, 1.0], questions.tokenizer.vocab_size)

@@ -179,7 +179,8 @@ class RunDirectory:
         return self.recorded() or (read_json_object(self.machine_path) if self.machine_path.is_file() else {})
 
     def has_finished(self) -> bool:
-        """False also where a resume has since given it another configuration, and came no further."""
+        """Whether it finished with the configuration that it has now: a resume may have changed that since, and been
+        stopped before it trained."""
         match self.recorded():
             case {"status": "finished", "end": str(end), "config_changes": [*_, {"time": str(changed)}]}:
                 return changed <= end

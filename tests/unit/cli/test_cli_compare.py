@@ -178,7 +178,7 @@ def test_runs_without_a_validation_are_left_out_of_folders_and_patterns(runs: Pa
     for words in (["runs"], ["--a", "runs/base-*", "--b", "runs/new-*"]):
         code, out, err = command(["compare", *words])
         assert (code, out.splitlines()[-1]) == (0, SENTENCE)
-        assert err == "warning: runs/new-4 (and 1 more) has no validation to compare: left out\n"
+        assert err == "warning: left out, without a validation to compare: runs/new-4 and 1 more\n"
     assert refused("runs/base-1", "runs/new-4").startswith("runs/new-4 has no validation to compare")
 
 
