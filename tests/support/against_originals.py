@@ -71,8 +71,9 @@ COMMITS = {
 # division magnify what two orders of summation leave.
 GRADIENT_LIMIT = 1e-12
 TRAINING_LIMIT = 1e-9
-# From its own first weights an original may be further away from itself than that: then at most so many times as far.
-TIMES_ITSELF = 5
+# What rounding becomes from autoresearch's own first weights: 3e-6 to 6e-6, by the processor, and the original beside
+# itself 1e-8 to 2e-6. The defects that were put back made 19 and 35 of it (docs/LOG.md, 2026-11-21).
+OWN_WEIGHTS_LIMITS = {"autoresearch": 1e-4}
 
 CPU = torch.device("cpu")
 DEPTH, WIDTH, HEAD_DIM, SEQ_LEN, ROWS, MICRO_BATCHES, STEPS = 4, 64, 16, 32, 2, 2, 20
@@ -527,8 +528,7 @@ def compare(lineage: str, clone: Path) -> bool:
     return (
         max(logit, gradient) <= GRADIENT_LIMIT
         and max(from_random) <= TRAINING_LIMIT
-        and from_own[0] <= TRAINING_LIMIT
-        and max(from_own) <= max(TRAINING_LIMIT, TIMES_ITSELF * max(itself))
+        and max(from_own) <= OWN_WEIGHTS_LIMITS.get(lineage, TRAINING_LIMIT)
     )
 
 
@@ -540,7 +540,10 @@ def main() -> int:
     if not clones:
         parser.error("name at least one clone")
     within = [compare(name, clone.resolve()) for name, clone in clones.items()]
-    print(f"limits: {GRADIENT_LIMIT:.0e} for logits and gradients, {TRAINING_LIMIT:.0e} for weights")
+    print(
+        f"limits: {GRADIENT_LIMIT:.0e} for logits and gradients, {TRAINING_LIMIT:.0e} for weights, "
+        f"{OWN_WEIGHTS_LIMITS['autoresearch']:.0e} from autoresearch's own first ones"
+    )
     return 0 if all(within) else 1
 
 
