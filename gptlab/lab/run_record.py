@@ -24,8 +24,8 @@ Axis = Literal["steps", "tokens", "seconds", "flops"]
 AXES: tuple[Axis, ...] = ("steps", "tokens", "seconds", "flops")
 """What runs can be compared at: optimizer steps, tokens, seconds of the training clock, FLOPs of the training."""
 
-NOT_COMPARED = frozenset({"schema_version", "run_dir", "seed", "log.to", "log.report"})
-"""Fields in which repetitions of one experiment differ."""
+NOT_COMPARED = frozenset({"schema_version", "run_dir", "seed", "log.to", "log.report", "runtime.threads"})
+"""Fields in which repetitions of one experiment differ; threads, because a run takes fewer on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)

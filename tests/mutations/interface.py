@@ -92,6 +92,11 @@ MUTATIONS = [
         ["test_sides.py::test_runs_that_differ_by_seed_alone_are_a_side"],
     ),
     Mutation(
+        "a run on a busy machine is a side of its own", "lab/run_record.py",
+        ', "log.report", "runtime.threads"})', ', "log.report"})',
+        ["test_sides.py::test_runs_that_differ_by_seed_alone_are_a_side"],
+    ),
+    Mutation(
         "a plan's heads are its width", "bench/plan.py",
         "heads {model.n_head}", "heads {model.n_embd}",
         ["test_plan.py::test_describe_names_every_figure_with_its_unit"],

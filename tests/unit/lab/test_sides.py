@@ -89,6 +89,10 @@ def test_runs_that_differ_by_seed_alone_are_a_side(tmp_path: Path) -> None:
     assert difference.values == {"A": ["relu2"], "B": ["gelu"], "C": ["gelu_tanh"]}
     with pytest.raises(UserError, match="no two of these runs differ by more than their seed"):
         group_by_seed([runs[0], runs[2]])
+    busy = run(tmp_path / "busy", {"threads": 1}, seed=9, runtime__threads=1, run_dir="busy")  # gptlab's own choice
+    sides = group_by_seed([*runs, busy])
+    assert [one.path.name for one in sides["A"]] == ["a", "c", "busy"]
+    assert any("threads differs within A" in warning for warning in warnings_of(sides))
     own = run(tmp_path / "own", {"own_parts": {"optimizer": {"name": "train.sgd", "sha256": None}}}, run_dir="own")
     assert [[one.path.name for one in side] for side in group_by_seed([runs[0], own]).values()] == [["a"], ["own"]]
     closures = [
