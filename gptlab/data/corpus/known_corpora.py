@@ -99,7 +99,7 @@ CORPORA: tuple[KnownCorpus, ...] = (
     ),
     KnownCorpus(
         name="climbmix", what="NVIDIA's mixture of web pages, 400 billion tokens, shuffled",
-        lineage="autoresearch: 10 files; validates on the last",
+        lineage="autoresearch: 10 files; nanochat since March 2026; validates on the last",
         place=HubFiles(
             repo="karpathy/climbmix-400b-shuffle", files="shard_*.parquet", validation="shard_06542.parquet"
         ),
