@@ -85,12 +85,12 @@ class GptlabLM(TemplateLM):
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Ids of the whole text, parted where it no longer begins as the context alone does: at a token that covers the
         border the continuation, which is never empty, begins with it. Spaces that end the context are moved there, as
-        in lm-eval."""
+        in lm-eval. UserError where nothing is left before it, not even BOS."""
         text = context.rstrip()
         whole = self.tok_encode(context + continuation)
         pairs = zip(whole[:-1], self.tok_encode(text), strict=False)
         shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        return whole[:shared], whole[shared:]
+        return whole[:shared] or [self.eot_token_id], whole[shared:]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -140,6 +140,7 @@ def drawing_of(settings: Mapping[str, Any]) -> Drawing:
         top_k=given.get("top_k") or None,
         top_p=float(given.get("top_p", 1.0)),
         min_p=float(given.get("min_p", 0.0)),
+        heal=False,  # other models continue the tokens of the prompt as they are
     )
 
 

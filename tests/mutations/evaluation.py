@@ -130,6 +130,16 @@ MUTATIONS = [
         ["test_surprise.py::test_each_token_is_predicted_from_its_window"],
     ),
     Mutation(
+        "lm-eval's prompts are healed", "app/lm_eval_model.py",
+        "heal=False", "heal=True",
+        ["test_lm_eval_model.py::test_generation_settings_mean_what_they_mean_in_lm_eval"],
+    ),
+    Mutation(
+        "lm-eval's pair may begin with nothing", "app/lm_eval_model.py",
+        "whole[:shared] or [self.eot_token_id],", "whole[:shared],",
+        ["test_lm_eval_model.py::test_nothing_before_a_continuation_and_no_bos"],
+    ),
+    Mutation(
         "a context that is cut loses its BOS", "app/lm_eval_model.py",
         "starts = [bos_id] if bos_id is not None", "starts = [] if bos_id is not None",
         ["test_lm_eval_model.py::test_a_long_context_loses_its_beginning_but_not_bos"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -129,6 +130,15 @@ def test_a_continuation_begins_where_encodings_part(
     assert Merging()._encode_pair(context, continuation) == parts
 
 
+def test_nothing_before_a_continuation_and_no_bos() -> None:
+    lm = Merging()
+    lm.run = SimpleNamespace(tokenizer=SimpleNamespace(bos_id=None), directory=SimpleNamespace(path="runs/x"))  # type: ignore[assignment]
+    lm.tok_encode = lambda string, **_: Merging().tok_encode(string)[1:]  # type: ignore[method-assign]
+    assert lm._encode_pair("h", "e") == ([2], [3])
+    with pytest.raises(UserError, match="runs/x has a tokenizer without BOS"):
+        lm._encode_pair(" ", "e")
+
+
 @pytest.mark.parametrize(
     ("settings", "drawing"),
     [
@@ -143,7 +153,7 @@ def test_a_continuation_begins_where_encodings_part(
 )
 def test_generation_settings_mean_what_they_mean_in_lm_eval(settings: dict[str, Any], drawing: Drawing) -> None:
     """See `lm_eval.models.utils.normalize_gen_kwargs`."""
-    assert drawing_of(settings) == drawing
+    assert drawing_of(settings) == replace(drawing, heal=False)
 
 
 def test_settings_that_are_not_known_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +171,12 @@ def test_an_error_of_the_user_is_one_line(monkeypatch: pytest.MonkeyPatch, capsy
 
     monkeypatch.setattr("gptlab.app.lm_eval_model.TemplateLM", type("TemplateLM", (), {}))
     monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
-    for name, stand_in in {"__main__": {"cli_evaluate": fail}, "api": {}, "api.registry": REGISTRY}.items():
+    for name, stand_in in {
+        "__main__": {"cli_evaluate": fail},
+        "api": {},
+        "api.registry": REGISTRY,
+        "models": {},
+    }.items():
         module = ModuleType(f"lm_eval.{name}")
         module.__dict__.update(stand_in)
         monkeypatch.setitem(sys.modules, f"lm_eval.{name}", module)
