@@ -24,7 +24,7 @@ from gptlab.config.recipes import applied_scaling
 from gptlab.config.recipes.quickstart import why_quickstart_size
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import MANY_EPOCHS, Machine
-from gptlab.runtime.hardware.cpu import MachineLoad
+from gptlab.runtime.hardware.cpu import MachineLoad, usable_cores
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.processes.own_python import own_python
 from gptlab.runtime.records.console import Console
@@ -64,6 +64,9 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
         f"{place.threads} thread{'s' * (place.threads > 1)}, {str(place.dtype).removeprefix('torch.')}, "
         + ("peak unknown" if peak is None else f"{peak / 1e9:,.0f} GFLOP/s ({place.peak.source})")
     )
+    if place.device.type == "cpu" and place.threads > (cores := usable_cores()):
+        shared = f"{cores} core{'s' * (cores > 1)}"
+        console.warn(f"{place.threads} threads share {shared}, which is slower than one for each")
     console.line(
         f"data      {', '.join(config.data.source)}: {data.train.n_tokens:,} training tokens, "
         f"{data.val.n_tokens:,} validation tokens, vocabulary {model.vocab_size:,} ({data.tokenizer.kind})"

@@ -77,11 +77,16 @@ def set_threads(n: int | None) -> int:
     """
     import torch
 
-    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # of a list, such as "4,2"
-    wanted = n or (int(first) if first.isdigit() else 0) or (None if sys.platform == "darwin" else usable_cores())
+    wanted = n or _threads_of_environment() or (None if sys.platform == "darwin" else usable_cores())
     if wanted is not None and wanted != torch.get_num_threads():
         torch.set_num_threads(wanted)
     return torch.get_num_threads()
+
+
+def _threads_of_environment() -> int:
+    """What OMP_NUM_THREADS says; 0 where it says nothing."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # of a list, such as "4,2"
+    return int(first) if first.isdigit() else 0
 
 
 @contextmanager
@@ -107,7 +112,7 @@ def threads_beside_others() -> int | None:
     """
     cores, logical = usable_cores(), psutil.cpu_count() or 1
     ours = cores == psutil.cpu_count(logical=False)  # otherwise the load may be that of other cores
-    if not ours or "OMP_NUM_THREADS" in os.environ or sys.platform in ("darwin", "win32"):  # see `set_threads`
+    if not ours or _threads_of_environment() or sys.platform in ("darwin", "win32"):  # see `set_threads`
         return None
 
     def left(used: float) -> int:
@@ -197,7 +202,7 @@ class MachineLoad:
         median, best = statistics.median(self._steps), self._fastest
         now = self._began + elapsed
         self._began, self._steps, self._fastest = now, [], min(best, median)
-        needed = self.threads * self.processes
+        needed = min(self.threads * self.processes, self.cores)
         slow, busy = median > SLOW_FACTOR * best, needed - (self.cores - others) > LACKING_CORES
         if now < self._silent_until or not (slow or busy):
             return None

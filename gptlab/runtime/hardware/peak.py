@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gptlab.runtime.hardware.cpu import one_thread
+from gptlab.runtime.hardware.cpu import one_thread, usable_cores
 from gptlab.runtime.hardware.device import device_name, synchronize
 
 
@@ -116,8 +116,8 @@ def measure_matmul_flops(device: torch.device, dtype: torch.dtype, *, seconds: f
 
 def _flops_of_threads(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
     """The same of a CPU's threads. If other processes slow all tries down, it is that of one thread, which waits for no
-    other, times the number of threads."""
-    threads = torch.get_num_threads()
+    other, times the number of threads that have a core."""
+    threads = min(torch.get_num_threads(), usable_cores())
 
     def alone() -> float:
         with one_thread():

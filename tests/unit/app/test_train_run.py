@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import tiny_runs as tiny
 import torch
 
 from gptlab.app import sizing
-from gptlab.app.run import train_run
+from gptlab.app.run import run_session, train_run
 from gptlab.app.run.attempt import Attempt
 from gptlab.app.run.run_request import RunRequest
 from gptlab.app.run.run_session import describe
@@ -109,6 +110,19 @@ def test_processes_without_a_micro_batch_are_warned_of(
     out = capsys.readouterr().out
     assert ("have no micro-batch" in out) == (idle is not None)
     assert idle is None or f"warning: {idle} of {processes} processes have no micro-batch: lower" in out
+
+
+@pytest.mark.parametrize(("threads", "warns"), [(2, False), (3, True)])
+def test_more_threads_than_cores_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], threads: int, warns: bool
+) -> None:
+    monkeypatch.setattr(run_session, "usable_cores", lambda: 2)
+    tiny.write_corpus(tmp_path / "corpus")
+    opened = tiny.open_tiny(tmp_path)
+    opened.place = replace(opened.place, threads=threads)
+    describe(opened, Console(), None)
+    said = "warning: 3 threads share 2 cores, which is slower than one for each\n"
+    assert (said in capsys.readouterr().out) == warns
 
 
 def test_a_gpu_that_torch_cannot_use_is_named_before_anything_else(

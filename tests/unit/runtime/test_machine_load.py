@@ -53,6 +53,11 @@ class TestWarning:
         assert machine.steps(1000, 0.3, others=0.1) == []
         assert machine.steps(100, 0.5, others=0.1) == []  # within what a quiet machine does
 
+    def test_more_threads_than_cores_do_not_make_it_busy(self) -> None:
+        machine = Machine()
+        machine.load.threads = 8
+        assert machine.steps(1000, 0.3, others=0.1) == []
+
     def test_busy_from_the_start(self) -> None:
         [text] = Machine().steps(40, 0.5, others=1.0)
         assert text == "this machine is busy: other programs use 1.0 of its 2 cores; steps take 0.5 s"
@@ -158,6 +163,8 @@ def test_other_programs_keep_the_cores_that_they_use(
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True, n=logical: n if logical else physical)
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 100 * (now + 0.5) / logical)
     monkeypatch.setattr(psutil.Process, "cpu_percent", lambda process: 50.0)
+    assert threads_beside_others() == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "0")  # says nothing
     assert threads_beside_others() == threads
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads_beside_others() is None

@@ -176,12 +176,20 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.parametrize(
-    ("slower_together", "expected"),
-    [(1.0, 400e9), (1.25, 320e9), (1.5, 400 / 1.5 * 1e9), (2.0, 400e9), (25.0, 400e9)],
-    ids=["quiet", "one clock for all", "still by itself", "busy", "very busy"],
+    ("slower_together", "cores", "expected"),
+    [
+        (1.0, 4, 400e9),
+        (1.25, 4, 320e9),
+        (1.5, 4, 400 / 1.5 * 1e9),
+        (2.0, 4, 400e9),
+        (25.0, 4, 400e9),
+        (2.0, 2, 200e9),
+        (25.0, 2, 200e9),
+    ],
+    ids=["quiet", "one clock for all", "still by itself", "busy", "very busy", "two threads a core", "and busy"],
 )
 def test_a_busy_machine_counts_as_so_many_times_one_thread(
-    monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None], slower_together: float, expected: float
+    monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None], slower_together: float, cores: int, expected: float
 ) -> None:
     """Each of four threads does 100 GFLOP/s; all together, so many times less than four would."""
 
@@ -190,6 +198,7 @@ def test_a_busy_machine_counts_as_so_many_times_one_thread(
         return [2 * size**3 / rate]
 
     threads(4)
+    monkeypatch.setattr(peak_module, "usable_cores", lambda: cores)
     monkeypatch.setattr(peak_module, "product_times", products)
     assert measure_matmul_flops(CPU, FP32, seconds=0.01) == pytest.approx(expected)
     assert torch.get_num_threads() == 4
