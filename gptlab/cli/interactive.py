@@ -25,7 +25,7 @@ HISTORY_LINES = 1000
 
 SETTINGS: Mapping[str, tuple[Any, str]] = {
     "temperature": (float, "0: always the likeliest token"),
-    "top_k": (int | None, "draw from the N likeliest tokens; none: all"),
+    "top_k": (int | None, "draw from the N likeliest tokens; 0: all"),
     "top_p": (float, "of these, from the fewest that sum to P; 1: all"),
     "min_p": (float, "of these, from P times the likeliest one's on; 0: all"),
     "max_tokens": (int, "of a text, at most"),
@@ -103,7 +103,9 @@ def _changed(command: str, drawing: Drawing, values: dict[str, int]) -> tuple[Dr
         nearest = nearest_name(name, SETTINGS)
         raise UserError(f"/{name}: there is no such setting ({f'nearest: /{nearest}' if nearest else 'see /help'})")
     if text:
-        value = value_from_text(SETTINGS[name][0], text, f"/{name}")
+        value: Any = value_from_text(SETTINGS[name][0], text, f"/{name}")
+        if name == "top_k":
+            value = value or None  # as --top-k 0
         if name not in values:
             drawing = replace(drawing, **{name: value})
         elif value < (name == "samples"):

@@ -91,8 +91,8 @@ def main(argv: Sequence[str]) -> int:
         drawing = arguments.drawing(run.config.sample)
         seed = run.config.seed if arguments.seed is None else arguments.seed
         if arguments.interactive:
-            if group.size > 1 or arguments.json:
-                raise UserError("--interactive is for one process at a terminal: leave out torchrun and --json")
+            if group.size > 1 or arguments.json or arguments.prompt:
+                raise UserError("--interactive asks one process for prompts: leave out torchrun, --json and --prompt")
             from gptlab.cli.interactive import converse
 
             return converse(run, drawing, show, samples=arguments.samples, seed=seed)

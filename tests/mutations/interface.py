@@ -97,6 +97,36 @@ MUTATIONS = [
         ["test_sides.py::test_runs_that_differ_by_seed_alone_are_a_side"],
     ),
     Mutation(
+        "more threads than cores are not warned of", "app/run/run_session.py",
+        "place.threads > (cores := usable_cores())", "place.threads > 1000 * (cores := usable_cores())",
+        ["test_train_run.py::test_more_threads_than_cores_are_warned_of"],
+    ),
+    Mutation(
+        "threads without a core have a peak", "runtime/hardware/peak.py",
+        "min(torch.get_num_threads(), usable_cores())", "torch.get_num_threads()",
+        ["test_peak.py::test_a_busy_machine_counts_as_so_many_times_one_thread"],
+    ),
+    Mutation(
+        "OMP_NUM_THREADS=0 takes cores from other programs", "runtime/hardware/cpu.py",
+        "if not ours or _threads_of_environment() or", 'if not ours or "OMP_NUM_THREADS" in os.environ or',
+        ["test_machine_load.py::test_other_programs_keep_the_cores_that_they_use"],
+    ),
+    Mutation(
+        "a machine with more threads than cores is busy by itself", "runtime/hardware/cpu.py",
+        "needed = min(self.threads * self.processes, self.cores)", "needed = self.threads * self.processes",
+        ["test_machine_load.py::TestWarning::test_more_threads_than_cores_do_not_make_it_busy"],
+    ),
+    Mutation(
+        "any small tokenizer fits any small model", "model/interop/pretrained.py",
+        " or rows - entries >= max(64, entries // 8)", "",
+        ["test_import.py::test_a_table_of_many_more_rows_has_another_tokenizer"],
+    ),
+    Mutation(
+        "a prompt beside --interactive is not read", "cli/sample.py",
+        " or arguments.prompt:", ":",
+        ["test_sample_talk.py::TestInteractive::test_a_prompt_on_the_command_line_is_refused"],
+    ),
+    Mutation(
         "a plan's heads are its width", "bench/plan.py",
         "heads {model.n_head}", "heads {model.n_embd}",
         ["test_plan.py::test_describe_names_every_figure_with_its_unit"],

@@ -141,10 +141,11 @@ def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer, *, of: str, remedy
 
     UserError, with the `remedy`, if its vocabulary is neither the tokenizer's nor that padded to a usual multiple.
     """
-    rows, entries = model.vocab_size, tokenizer.vocab_size
+    rows, entries = model.vocab_size or 0, tokenizer.vocab_size
     if rows == entries:
         return model
-    if rows not in [-(-entries // multiple) * multiple for multiple in _PADDING_MULTIPLES]:
+    is_padding = rows in [-(-entries // multiple) * multiple for multiple in _PADDING_MULTIPLES]
+    if not is_padding or rows - entries >= max(64, entries // 8):  # else any small tokenizer fits any small model
         name = "GPT-2's tokenizer" if tokenizer.kind == "gpt2" else f"the {tokenizer.kind} tokenizer"
         raise UserError(f"{of} has a vocabulary of {rows:,}, but {name} has {entries:,} entries: {remedy}")
     unpadded = replace(model, vocab_size=entries)

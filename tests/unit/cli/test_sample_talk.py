@@ -90,6 +90,15 @@ class TestInteractive:
         assert words in captured.err
         assert len([text for text in captured.err.splitlines() if text.startswith("gptlab:")]) == 1
 
+    def test_a_top_k_of_zero_is_all(
+        self, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert "top_k none" in self.talk(run, capsys, monkeypatch, "/top_k 0")
+
+    def test_a_prompt_on_the_command_line_is_refused(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["sample", str(run.path), "--interactive", "--prompt", "the"]) == 2
+        assert "leave out torchrun, --json and --prompt" in capsys.readouterr().err
+
     def test_help_shows_what_is_set(
         self, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

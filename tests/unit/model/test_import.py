@@ -6,7 +6,8 @@ import json
 import os
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import huggingface_hub
 import oracle_nanogpt
@@ -21,8 +22,11 @@ from tiny_runs import command, start
 from torch import Tensor
 
 from gptlab.app.run.loaded_run import LoadedRun, load_run
+from gptlab.config.errors import UserError
+from gptlab.config.model import ModelConfig
 from gptlab.data.tokenizer.tokenizer import gpt2_tokenizer
 from gptlab.model.interop.hf_weights import to_transformers
+from gptlab.model.interop.pretrained import with_vocabulary
 from gptlab.report.run_facts import read_facts
 from gptlab.runtime.records.console import Console
 from gptlab.training.checkpoint.load import load_newest
@@ -157,6 +161,21 @@ def test_nanogpts_padded_vocabulary_is_padding_here(tmp_path: Path) -> None:
     assert torch.equal(table, state["transformer.wte.weight"])
     assert run.tokenizer.fingerprint == gpt2_tokenizer().fingerprint
     assert run.model(torch.tensor([[5]])).shape == (1, 1, 50257)
+
+
+@pytest.mark.parametrize(("rows", "entries"), [(512, 65), (512, 400), (1024, 513), (50304, 30000)])
+def test_a_table_of_many_more_rows_has_another_tokenizer(rows: int, entries: int) -> None:
+    """Of 65 entries, 512 rows are a multiple too, but not what anybody pads them to."""
+    model, tokenizer = ModelConfig(vocab_size=rows), SimpleNamespace(kind="bpe", vocab_size=entries)
+    with pytest.raises(UserError, match=f"x has a vocabulary of {rows:,}, but the bpe tokenizer has {entries:,}"):
+        with_vocabulary(model, cast(Any, tokenizer), of="x", remedy="")
+
+
+@pytest.mark.parametrize(("rows", "entries"), [(128, 65), (512, 460), (50304, 50257), (51200, 50257)])
+def test_a_few_more_rows_are_padding(rows: int, entries: int) -> None:
+    model, tokenizer = ModelConfig(vocab_size=rows), SimpleNamespace(kind="bpe", vocab_size=entries)
+    found = with_vocabulary(model, cast(Any, tokenizer), of="x", remedy="")
+    assert (found.vocab_size, found.padded_vocab_size) == (entries, rows)
 
 
 class Hostile:
