@@ -195,6 +195,7 @@ def main() -> int:
     try:
         if TemplateLM is object:
             raise UserError("lm-eval is not installed: pip install lm-eval")
+        import lm_eval.models  # noqa: F401 lm-eval does so itself only while no model is registered
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import register_model
 

@@ -130,6 +130,11 @@ MUTATIONS = [
         ["test_surprise.py::test_each_token_is_predicted_from_its_window"],
     ),
     Mutation(
+        "lm-eval has no model but gptlab's", "app/lm_eval_model.py",
+        "        import lm_eval.models  # noqa: F401 lm-eval does so itself only while no model is registered\n", "",
+        ["test_lm_eval_model.py::test_an_error_of_the_user_is_one_line_after_lm_evals_models_are_known"],
+    ),
+    Mutation(
         "lm-eval's prompts are healed", "app/lm_eval_model.py",
         "heal=False", "heal=True",
         ["test_lm_eval_model.py::test_generation_settings_mean_what_they_mean_in_lm_eval"],

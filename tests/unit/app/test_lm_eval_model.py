@@ -165,21 +165,21 @@ def test_settings_that_are_not_known_are_warned_of(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.count("warning: generation settings that gptlab does not have: num_beams") == 1
 
 
-def test_an_error_of_the_user_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_user_is_one_line_after_lm_evals_models_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> None:
+        assert "lm_eval.models" in sys.modules
         raise UserError("no run\nin x")
 
     monkeypatch.setattr("gptlab.app.lm_eval_model.TemplateLM", type("TemplateLM", (), {}))
-    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
-    for name, stand_in in {
-        "__main__": {"cli_evaluate": fail},
-        "api": {},
-        "api.registry": REGISTRY,
-        "models": {},
-    }.items():
-        module = ModuleType(f"lm_eval.{name}")
+    (tmp_path / "models.py").touch()
+    stand_ins = {"": {"__path__": [str(tmp_path)]}, ".__main__": {"cli_evaluate": fail}, ".api": {}, ".models": {}}
+    for name, stand_in in {**stand_ins, ".api.registry": REGISTRY}.items():
+        module = ModuleType(f"lm_eval{name}")
         module.__dict__.update(stand_in)
-        monkeypatch.setitem(sys.modules, f"lm_eval.{name}", module)
+        monkeypatch.setitem(sys.modules, f"lm_eval{name}", module)
+    del sys.modules["lm_eval.models"]  # to be imported from the folder, and put back as it was
     assert main() == 2
     assert capsys.readouterr().err == "gptlab: error: no run in x\n"
 
