@@ -97,6 +97,11 @@ MUTATIONS = [
         ["test_sides.py::test_runs_that_differ_by_seed_alone_are_a_side"],
     ),
     Mutation(
+        "a run whose rank 0 was killed stays running", "app/run/attempt.py",
+        "(0,) if failure.rank or failure.said_by_itself else (0, 1)", "(0,)",
+        ["test_train_run.py::test_a_lost_process_is_recorded_by_rank_0_and_of_rank_0_by_rank_1"],
+    ),
+    Mutation(
         "more threads than cores are not warned of", "app/run/run_session.py",
         "place.threads > (cores := usable_cores())", "place.threads > 1000 * (cores := usable_cores())",
         ["test_train_run.py::test_more_threads_than_cores_are_warned_of"],

@@ -139,7 +139,9 @@ class Attempt:
         """Record that another process is lost, before this one ends. May be called from another thread."""
         if failure.exit_code == EXIT_PREEMPTED:
             self._set_preempted()
-        elif self.group.is_main and self.run is not None:
+        # Rank 1, where rank 0 cannot: left as "running", a run whose rank 0 always runs out of memory would be queued
+        # again and again by a job script (docs/cluster.md).
+        elif self.run is not None and self.group.rank in ((0,) if failure.rank or failure.said_by_itself else (0, 1)):
             with suppress(UserError):
                 self.run.set_failed(failure.text)
         if failure.said_by_itself and failure.exit_code in (EXIT_USAGE, EXIT_PREEMPTED):

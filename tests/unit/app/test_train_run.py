@@ -23,8 +23,10 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware import installed
 from gptlab.runtime.processes.distributed import Group, World
+from gptlab.runtime.processes.liveness import Failure
 from gptlab.runtime.processes.own_python import own_python
 from gptlab.runtime.records.console import Console
+from gptlab.runtime.records.run_directory import RunDirectory
 
 
 def test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +125,22 @@ def test_more_threads_than_cores_are_warned_of(
     describe(opened, Console(), None)
     said = "warning: 3 threads share 2 cores, which is slower than one for each\n"
     assert (said in capsys.readouterr().out) == warns
+
+
+@pytest.mark.parametrize(
+    ("rank", "lost", "said", "status"),
+    [(0, 1, False, "failed"), (1, 0, False, "failed"), (2, 0, False, "running"), (1, 0, True, "running"),
+     (1, 2, False, "running"), (0, 0, False, "failed")],
+)  # fmt: skip
+def test_a_lost_process_is_recorded_by_rank_0_and_of_rank_0_by_rank_1(
+    tmp_path: Path, rank: int, lost: int, said: bool, status: str
+) -> None:
+    run = RunDirectory.create(tmp_path / "r", {}, {})
+    attempt = Attempt(Console(), (), 0.0, run=run, group=Group(World(rank, 3)))
+    attempt.note_lost(Failure(lost, 3, f"rank {lost} died", said_by_itself=said))
+    record = run.read_provenance()
+    assert record.get("status", "running") == status
+    assert status == "running" or record["failure"] == {"reason": f"rank {lost} died", "step": None, "loss": None}
 
 
 def test_a_gpu_that_torch_cannot_use_is_named_before_anything_else(
