@@ -102,6 +102,11 @@ MUTATIONS = [
         ["test_train_run.py::test_a_lost_process_is_recorded_by_rank_0_and_of_rank_0_by_rank_1"],
     ),
     Mutation(
+        "a variable that is no UTF-8 ends the run", "runtime/records/provenance.py",
+        '(errors="backslashreplace")', "()",
+        ["test_provenance.py::TestEnvironment::test_a_variable_that_is_no_utf_8"],
+    ),
+    Mutation(
         "more threads than cores are not warned of", "app/run/run_session.py",
         "place.threads > (cores := usable_cores())", "place.threads > 1000 * (cores := usable_cores())",
         ["test_train_run.py::test_more_threads_than_cores_are_warned_of"],

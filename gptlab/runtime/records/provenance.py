@@ -82,7 +82,8 @@ class Evidence(NamedTuple):
 def take_evidence(variables: Mapping[str, str]) -> Evidence:
     """`variables`: of the environment when the process began; it sets some itself later."""
     code, gpu = take_code(Path(gptlab.__file__).parent), gpu_report()
-    files = {"environment.txt": environment_text(variables).encode()}
+    # A variable may have bytes that are no UTF-8, which Python holds as surrogates.
+    files = {"environment.txt": environment_text(variables).encode(errors="backslashreplace")}
     files |= {f"code/{name}": content for name, content in code.files.items()}
     return Evidence(code, files if gpu is None else files | {"gpu.txt": gpu.encode()})
 

@@ -203,6 +203,10 @@ class TestEnvironment:
         assert {"# OMP_NUM_THREADS=3", "# CUDA_VISIBLE_DEVICES=1,0", "# GPTLAB_SOMETHING=two lines"} <= set(lines)
         assert "hunter2" not in environment_text(os.environ)
 
+    def test_a_variable_that_is_no_utf_8(self) -> None:
+        text = take_evidence({"GPTLAB_CACHE": os.fsdecode(b"/x/\xff")}).files["environment.txt"].decode()
+        assert "# GPTLAB_CACHE=/x/\\udcff\n" in text
+
     def test_nobody_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(provenance_module.platform, "node", lambda: "secretbox")
         monkeypatch.setattr(provenance_module.getpass, "getuser", lambda: "ada")
