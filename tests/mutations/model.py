@@ -225,6 +225,11 @@ MUTATIONS = [
         ["test_other_processors.py::test_amx_computes_the_same"],
     ),
     Mutation(
+        "a build that was killed leaves its files for good", "model/kernels/library.py",
+        'folder.glob(f".{stem}.*")', "()",
+        ["test_kernel_library.py::test_a_damaged_library_is_never_loaded"],
+    ),
+    Mutation(
         "kernels use AMX without permission", "model/kernels/library.py",
         "and not built.functions.products_are_permitted():", "and False:",
         ["test_kernel_library.py::test_without_the_permission_to_use_amx_they_are_built_without_it"],

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -133,7 +134,9 @@ def _build(compiler: str, sources: Sequence[Path], flags: Sequence[str], folder:
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{stem}.lock"):
         if (found := _load_intact(folder, stem)) is None:
-            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            for left in folder.glob(f".{stem}.*"):  # by a killed process: the lock says that it is nobody's
+                shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=f".{stem}.", dir=folder) as temporary:
                 built = Path(temporary, "built.so")
                 objects = [str(Path(temporary, f"{source.stem}.o")) for source in sources]
                 commands = [
