@@ -93,6 +93,7 @@ _ANSWERS_BY_NAMES: Mapping[str, str] = {
     "device_type": "--device cpu, cuda, mps or auto (nanochat: empty)",
     "backend": "chosen by the device: nccl for CUDA, gloo elsewhere",
     "fp8": "--runtime.fp8 true",
+    "fp8_recipe": "float8 is always scaled by tensor (nanochat: tensorwise)",
     "compile_model": "--compile on, off or auto",
     # Wandb.
     "wandb wandb_log wandb_project": _WANDB,
