@@ -163,7 +163,7 @@ def _lines(runs: Sequence[ListedRun], width: int, *, curves: bool = False) -> It
         from gptlab.report.curves import bpb_history
         from gptlab.report.text_curves import sparkline
 
-        shown = ["val_bpb", *(sparkline(bpb_history(RunDirectory(run.path).metrics_path), _CURVE) for run in runs)]
+        shown = ["curve", *(sparkline(bpb_history(RunDirectory(run.path).metrics_path), _CURVE) for run in runs)]
         about = [f"{curve:<{_CURVE}}  {text}" for curve, text in zip(shown, about, strict=True)]
     longest = max(map(len, lines))
     on_one_line = longest + 2 + max(map(len, about)) <= width
