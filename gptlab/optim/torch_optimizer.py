@@ -48,6 +48,7 @@ class TorchOptimizer(CombinedOptimizer):
             group["lr"] = peak * lr_scale
         self.inner.step()
         self._counted()  # what cannot be saved ends the first step, and not the first save
+        self._require_savable_state()
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -86,6 +87,19 @@ class TorchOptimizer(CombinedOptimizer):
                     "param_groups, where checkpoints hold finite numbers, strings and lists: keep it in its state"
                 )
         return groups
+
+    def _require_savable_state(self) -> None:
+        """UserError for what `state_tensors` and `state_json` would leave out, or JSON cannot hold."""
+        kind = type(self.inner).__name__
+        for of, state in self.inner.state.items():
+            if not isinstance(of, Tensor):
+                raise UserError(f"optimizer: {kind} keeps state of {of!r}, which is no weight: keep it in param_groups")
+            for key, value in state.items():
+                if not isinstance(value, Tensor) and not _json_holds(value):
+                    raise UserError(
+                        f"optimizer: {kind} keeps a {type(value).__name__} as {key!r} in its state, where checkpoints "
+                        "hold what JSON does, and tensors, each under a key of its own"
+                    )
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:

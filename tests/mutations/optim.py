@@ -283,6 +283,16 @@ MUTATIONS = [
         ["test_torch_optimizer.py::test_a_state_from_before_a_count_takes_it_back"],
     ),
     Mutation(
+        "a state that cannot be saved is noticed by the first save", "optim/torch_optimizer.py",
+        "        self._require_savable_state()\n", "",
+        ["test_torch_optimizer.py::test_a_state_that_cannot_be_saved_is_refused_at_the_first_step"],
+    ),
+    Mutation(
+        "a state of no weight is lost", "optim/torch_optimizer.py",
+        "            if not isinstance(of, Tensor):\n", "            if False:\n",
+        ["test_torch_optimizer.py::test_a_state_of_no_weight_is_refused_at_the_first_step"],
+    ),
+    Mutation(
         "a count that cannot be saved is noticed by the first save", "optim/torch_optimizer.py",
         "        self.inner.step()\n        self._counted()", "        self.inner.step()\n        pass",
         ["test_torch_optimizer.py::test_a_count_that_cannot_be_saved_is_refused_at_once"],

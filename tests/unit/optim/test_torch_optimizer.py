@@ -68,6 +68,25 @@ def test_a_count_that_cannot_be_saved_is_refused_at_once() -> None:
         step(optimizer)
 
 
+@pytest.mark.parametrize("value", [[torch.zeros(2)], (1, 2), {1: 2}, torch.inf])
+def test_a_state_that_cannot_be_saved_is_refused_at_the_first_step(value: object) -> None:
+    """The run trained to its end, and was lost when it was to be saved."""
+    model, optimizer = wrapped()
+    optimizer.inner.state[model.weight] = {"step": 1, "moment": torch.zeros(2), "names": ["a"]}
+    step(optimizer)
+    optimizer.inner.state[model.weight]["Q"] = value
+    with pytest.raises(UserError, match=f"CountsInGroups keeps a {type(value).__name__} as 'Q' in its state"):
+        step(optimizer)
+
+
+def test_a_state_of_no_weight_is_refused_at_the_first_step() -> None:
+    """It was left out of checkpoints without a word."""
+    _, optimizer = wrapped()
+    optimizer.inner.state["global"] = {"k": 1}  # type: ignore[index]
+    with pytest.raises(UserError, match="CountsInGroups keeps state of 'global', which is no weight"):
+        step(optimizer)
+
+
 def test_a_state_of_other_groups_is_refused() -> None:
     _, optimizer = wrapped()
     with pytest.raises(UserError, match="of 2 param_groups, but this CountsInGroups has 1"):
