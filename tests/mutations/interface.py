@@ -57,6 +57,11 @@ MUTATIONS = [
         ["test_api.py::TestParts::test_a_change_that_training_would_not_follow_is_refused"],
     ),
     Mutation(
+        "a run leaves its threads to the caller", "app/run/train_run.py",
+        "    attempt.held.callback(torch.set_num_threads, torch.get_num_threads())\n", "",
+        ["test_api.py::TestDiscovery::test_the_callers_threads_stay"],
+    ),
+    Mutation(
         "a run leaves the caller's generators seeded", "app/run/train_run.py",
         "    attempt.held.callback(restore_rng, capture_rng(device), device)\n", "",
         ["test_api.py::TestDiscovery::test_the_callers_random_numbers_go_on"],

@@ -109,13 +109,15 @@ def _import_torch(attempt: Attempt, request: RunRequest) -> None:
 
 def _stand_apart(attempt: Attempt) -> None:
     """Until the end of the attempt, have gradients whatever the Python program that called it has turned off; then put
-    its random generators back: a search that draws a rate before each run would otherwise draw the same one again."""
+    its threads and random generators back: a search that draws a rate before each run would otherwise draw the same one
+    again."""
     import torch
 
     from gptlab.runtime.hardware.rng import capture_rng, restore_rng
 
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     attempt.held.callback(restore_rng, capture_rng(device), device)
+    attempt.held.callback(torch.set_num_threads, torch.get_num_threads())
     attempt.held.enter_context(torch.inference_mode(False))  # which turns gradients on, too
 
 

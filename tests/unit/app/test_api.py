@@ -223,6 +223,15 @@ class TestDiscovery:
             assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == draws
             gptlab.train(make_config(folder, f"draws-{draws[0]}", steps=1))
 
+    def test_the_callers_threads_stay(self, folder: Path) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            gptlab.train(make_config(folder, "threads", steps=1, runtime__threads=1))
+            assert torch.get_num_threads() == 2
+        finally:
+            torch.set_num_threads(before)
+
     @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
     def test_a_program_that_turned_gradients_off(self, folder: Path, off: Callable[[], Any]) -> None:
         """As in a notebook that evaluated something before. It failed at the first step."""
