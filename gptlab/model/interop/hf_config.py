@@ -150,7 +150,8 @@ def network_fields(config: ModelConfig, form: Form) -> dict[str, Any]:
 def recorded_model_config(hf_config: Mapping[str, Any]) -> ModelConfig | None:
     """The ModelConfig that was exported, or None if fields are missing or the rest of config.json no longer agrees.
 
-    For example, training with transformers may have enlarged the vocabulary: then the record is of another model.
+    For example, training with transformers may have enlarged the vocabulary: then the record is of another model. A
+    GPT-2 that transformers saved has biases, which it may have trained, also where the exported model had none.
     """
     form, record = hf_config.get("model_type"), hf_config.get(RECORD)
     kinds = leaf_fields(ModelConfig)
@@ -162,6 +163,8 @@ def recorded_model_config(hf_config: Mapping[str, Any]) -> ModelConfig | None:
         return None
     stated = network_fields(config, form)
     same = not obstacles(config, form) and all(hf_config.get(name, value) == value for name, value in stated.items())
+    if form == "gpt2" and "transformers_version" in hf_config:  # which gptlab does not write
+        config = dataclasses.replace(config, bias=True)
     return config if same else None
 
 

@@ -183,8 +183,7 @@ def from_transformers(
         if name.endswith(".bias") and not config.bias:  # zeros are the same
             value = given.pop(label, None)
             if value is not None and bool(value.any()):
-                remedy = "if they were trained after an export, set gptlab.bias in config.json to true"
-                raise UserError(f"the weights have {label}, but the model has no biases: {remedy}")
+                raise UserError(f"the weights have {label}, but the model has no biases")
             continue
         missing = [one for one in theirs if one not in given]
         if missing:

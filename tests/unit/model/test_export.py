@@ -441,12 +441,19 @@ class TestComesBack:
         )
 
     def test_after_transformers_saved_it_again(self, exported: Exported, tmp_path: Path) -> None:
-        exported.theirs().save_pretrained(tmp_path)
+        """A GPT-2 with its biases, of which transformers has trained one here."""
+        theirs = exported.theirs()
+        is_trained = exported.form == "gpt2" and not exported.model.config.bias
+        if is_trained:
+            theirs.transformer.h[1].ln_1.bias.data.fill_(0.5)
+        theirs.save_pretrained(tmp_path)
         config = model_config_of(json.loads((tmp_path / "config.json").read_text()))
-        assert config == exported.model.config
-        same_weights(
-            from_transformers(load_file(tmp_path / "model.safetensors"), config, exported.form), exported.model
-        )
+        assert config == replace(exported.model.config, bias=exported.model.config.bias or is_trained)
+        found = from_transformers(load_file(tmp_path / "model.safetensors"), config, exported.form)
+        if is_trained:
+            biases = {name: found.pop(name) for name in [*found] if name.endswith(".bias")}
+            assert [name for name, value in biases.items() if value.any()] == ["blocks.1.attention_norm.bias"]
+        same_weights(found, exported.model)
 
     @of_each_kind
     def test_in_bfloat16_as_rounded(self, exported: Exported, tmp_path: Path) -> None:

@@ -149,11 +149,6 @@ def test_a_model_without_biases_is_one_with_zeros() -> None:
     back = from_transformers(theirs.state_dict(), config, "gpt2")
     assert back.keys() == weights.keys()
     assert torch.equal(back["blocks.2.mlp.up.weight"], weights["blocks.2.mlp.up.weight"])
-    trained = theirs.state_dict() | {"transformer.h.0.ln_1.bias": torch.ones(config.n_embd, dtype=torch.float64)}
-    with pytest.raises(UserError, match=r"ln_1.bias, but .* no biases: .* set gptlab.bias in config.json to true"):
-        from_transformers(trained, config, "gpt2")
-    biases = from_transformers(trained, replace(config, bias=True), "gpt2")
-    assert biases["blocks.0.attention_norm.bias"].tolist() == [1.0] * config.n_embd
 
 
 def test_names_by_hand() -> None:
