@@ -86,7 +86,7 @@ def set_threads(n: int | None) -> int:
 def _threads_of_environment() -> int:
     """What OMP_NUM_THREADS says; 0 where it says nothing."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # of a list, such as "4,2"
-    return int(first) if first.isdigit() else 0
+    return int(first) if first.isdecimal() else 0
 
 
 @contextmanager

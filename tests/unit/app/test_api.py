@@ -224,6 +224,7 @@ class TestDiscovery:
             gptlab.train(make_config(folder, f"draws-{draws[0]}", steps=1))
 
     def test_the_callers_threads_stay(self, folder: Path) -> None:
+        """Whatever a notebook computed afterwards took as few threads as the run."""
         before = torch.get_num_threads()
         torch.set_num_threads(2)
         try:

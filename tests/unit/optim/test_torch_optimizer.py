@@ -80,7 +80,7 @@ def test_a_state_that_cannot_be_saved_is_refused_at_the_first_step(value: object
 
 
 def test_a_state_of_no_weight_is_refused_at_the_first_step() -> None:
-    """It was left out of checkpoints without a word."""
+    """Checkpoints did not contain it, and nothing said so."""
     _, optimizer = wrapped()
     optimizer.inner.state["global"] = {"k": 1}  # type: ignore[index]
     with pytest.raises(UserError, match="CountsInGroups keeps state of 'global', which is no weight"):
