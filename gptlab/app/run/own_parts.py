@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
 from numbers import Number
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -167,7 +169,14 @@ def _identity(part: Callable[..., Any]) -> dict[str, Any]:
     except (OSError, TypeError, ValueError, RecursionError):
         sha256 = None
     target = _named(part)
-    return {"name": f"{target.__module__}.{target.__qualname__}", "sha256": sha256}
+    return {"name": f"{_module(target.__module__)}.{target.__qualname__}", "sha256": sha256}
+
+
+def _module(name: str) -> str:
+    """A module's name as another program imports it: that of the file for the program that was started, whose name is
+    __main__."""
+    file = getattr(sys.modules[name], "__file__", None) if name in ("__main__", "__mp_main__") else None
+    return name if file is None else Path(file).stem
 
 
 def _named(part: Callable[..., Any]) -> Any:

@@ -64,9 +64,9 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
         f"{place.threads} thread{'s' * (place.threads > 1)}, {str(place.dtype).removeprefix('torch.')}, "
         + ("peak unknown" if peak is None else f"{peak / 1e9:,.0f} GFLOP/s ({place.peak.source})")
     )
-    if place.device.type == "cpu" and place.threads > (cores := usable_cores()):
-        shared = f"{cores} core{'s' * (cores > 1)}"
-        console.warn(f"{place.threads} threads share {shared}, which is slower than one for each")
+    threads = place.threads * session.group.world.local_size
+    if place.device.type == "cpu" and threads > (cores := usable_cores()):
+        console.warn(f"{threads} threads share {cores} core{'s' * (cores > 1)}, which is slower than one for each")
     console.line(
         f"data      {', '.join(config.data.source)}: {data.train.n_tokens:,} training tokens, "
         f"{data.val.n_tokens:,} validation tokens, vocabulary {model.vocab_size:,} ({data.tokenizer.kind})"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +61,19 @@ class Change:
 
 def identity(part: Callable[..., Any]) -> Any:
     return OwnParts(change_model=part).facts()["own_parts"]["change_model"]
+
+
+def test_a_part_has_one_name_in_the_program_and_for_programs_that_import_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "program.py").write_text(
+        "from gptlab.app.run.own_parts import OwnParts\n"
+        "def change(model):\n    pass\n"
+        "print(OwnParts(change_model=change).facts()['own_parts']['change_model']['name'], end='')\n"
+    )
+    started = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, check=True, text=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert started.stdout == identity(importlib.import_module("program").change)["name"] == "program.change"
 
 
 @pytest.mark.parametrize(

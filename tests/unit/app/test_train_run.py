@@ -114,14 +114,15 @@ def test_processes_without_a_micro_batch_are_warned_of(
     assert idle is None or f"warning: {idle} of {processes} processes have no micro-batch: lower" in out
 
 
-@pytest.mark.parametrize(("threads", "warns"), [(2, False), (3, True)])
+@pytest.mark.parametrize(("threads", "processes", "warns"), [(2, 1, False), (3, 1, True), (1, 2, False), (1, 3, True)])
 def test_more_threads_than_cores_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], threads: int, warns: bool
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], threads: int, processes: int,
+    warns: bool,
+) -> None:  # fmt: skip
     monkeypatch.setattr(run_session, "usable_cores", lambda: 2)
     tiny.write_corpus(tmp_path / "corpus")
     opened = tiny.open_tiny(tmp_path)
-    opened.place = replace(opened.place, threads=threads)
+    opened.place, opened.group = replace(opened.place, threads=threads), Group(World(0, 4, local_size=processes))
     describe(opened, Console(), None)
     said = "warning: 3 threads share 2 cores, which is slower than one for each\n"
     assert (said in capsys.readouterr().out) == warns
