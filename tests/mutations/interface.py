@@ -21,6 +21,11 @@ MUTATIONS = [
         ["test_cli_arguments.py::TestRunRequest::test_none_is_an_empty_list"],
     ),
     Mutation(
+        "of several unknown fields the first is said", "cli/arguments/parser.py",
+        "raise refused[0] if len(refused) == 1 else", "raise refused[0] if refused else",
+        ["test_cli_arguments.py::TestRunRequest::test_mistakes_are_one_line"],
+    ),
+    Mutation(
         "a list that is none in a file is refused", "config/load.py",
         'if get_origin(leaf) is tuple and value == "none":', "if False:",
         ["test_cli_arguments.py::TestRunRequest::test_none_is_an_empty_list"],
@@ -112,8 +117,18 @@ MUTATIONS = [
         ["test_provenance.py::TestEnvironment::test_a_variable_that_is_no_utf_8"],
     ),
     Mutation(
+        "the threads of other processes are not counted", "app/run/run_session.py",
+        "place.threads * session.group.world.local_size", "place.threads",
+        ["test_train_run.py::test_more_threads_than_cores_are_warned_of"],
+    ),
+    Mutation(
+        "parts of the program itself have another name when they are imported", "app/run/own_parts.py",
+        'if name in ("__main__", "__mp_main__") else None', "if not name else None",
+        ["test_own_parts.py::test_a_part_has_one_name_in_the_program_and_for_programs_that_import_it"],
+    ),
+    Mutation(
         "more threads than cores are not warned of", "app/run/run_session.py",
-        "place.threads > (cores := usable_cores())", "place.threads > 1000 * (cores := usable_cores())",
+        "threads > (cores := usable_cores())", "threads > 1000 * (cores := usable_cores())",
         ["test_train_run.py::test_more_threads_than_cores_are_warned_of"],
     ),
     Mutation(

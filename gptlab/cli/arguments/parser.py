@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from gptlab.cli.arguments.help import HELP_FLAGS, command_help
@@ -131,17 +131,24 @@ def read_words(
     """
     unknown = unknown or (lambda name, value: _unknown(name, [n for n in fields if n not in positionals]))
     texts: dict[str, list[str]] = {}
-    words, places = list(argv), list(positionals)
+    words, places, refused = list(argv), list(positionals), list[UserError]()
     while words:
         word = words.pop(0)
         if _is_flag(word):
-            name, given = _read_flag(word, words, fields, unknown)
+            try:
+                name, given = _read_flag(word, words, fields, unknown)
+            except UserError as error:  # all of them are said at once: commands of other programs have many
+                refused.append(error)
+                words = [*dropwhile(lambda word: not _is_flag(word), words)]
+                continue
         elif places:
             name, given = places[0], [word]
             places = places if _is_tuple(fields[name]) else places[1:]
         else:
             raise UserError(f"{word!r} is one word too many: fields are given as --FIELD VALUE (see --help)")
         texts[name] = [*texts.get(name, ()), *given]
+    if refused:
+        raise refused[0] if len(refused) == 1 else UserError("; ".join(map(str, refused)))
     return {name: _value(fields[name], given, name) for name, given in texts.items()}
 
 

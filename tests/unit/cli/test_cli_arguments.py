@@ -307,6 +307,11 @@ class TestRunRequest:
                 "there is no --warmup-steps here: a share of the run, not steps: --schedule.warmup",
             ),
             ("--n-head 6", "(nearest valid: --model.n-head)"),
+            (
+                "--max_iters 9 --steps 9 --block-size=8 small",
+                "there is no --max-iters here: --steps N; there is no --block-size here: --model.seq-len N",
+            ),
+            ("--minute 6 --depth", "(nearest valid: --minutes); --depth needs a value"),
             ("--minute 6", "(nearest valid: --minutes)"),
             ("--model 6", "--model = '6': is a group of fields"),
             ("--model.n-layer six", "model.n_layer = 'six': must be a whole number"),
