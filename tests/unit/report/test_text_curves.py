@@ -99,7 +99,8 @@ class TestHistory:
 def test_runs_are_listed_with_their_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "falls", [4.0, 3.0, 2.0], recipe="quickstart")
     monkeypatch.setattr("gptlab.report.text_curves.stdout_lacks_dots", lambda: False)
-    assert "█▅▁" in command(["runs", tmp_path])[1]
+    heading, row = command(["runs", tmp_path])[1].splitlines()
+    assert heading.index("curve") == row.index("█▅▁")
     monkeypatch.setattr("gptlab.report.text_curves.stdout_lacks_dots", lambda: True)
     assert "█" not in command(["runs", tmp_path])[1]
     assert "█" not in json.dumps(json.loads(command(["runs", tmp_path, "--json"])[1]))
