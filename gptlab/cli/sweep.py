@@ -24,6 +24,7 @@ from gptlab.app.run.run_request import (
 )
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import EXIT_PREEMPTED, EXIT_TRAINING_FAILED, EXIT_USAGE, UserError, require_positive
+from gptlab.config.length import replaced_lengths
 from gptlab.config.load import unknown_field, value_from_text
 from gptlab.config.recipes import OWN_TYPES
 from gptlab.config.recipes.quickstart import ASSUMED_FLOPS_PER_SECOND
@@ -133,7 +134,8 @@ def asked_sweep(request: RunRequest, kind: Kind, vary: Mapping[str, Sequence[Any
     require_positive("--seeds", seeds)
     if "run_dir" in request.overrides:
         raise UserError(f"--run-dir: {_NOT_VARIED['run_dir']}")
-    base = base_values(request)
+    replaced = replaced_lengths({name: values[0] for name, values in vary.items()})  # of a TOML file
+    base = {name: value for name, value in base_values(request).items() if name not in replaced}
     first = base.pop("seed") if "seed" in base else config_of(base).seed
     fields = "-".join(field.rpartition(".")[2] for field in vary) if kind == "sweep" else ""
     source = Path(request.from_run).name if request.from_run is not None else base["recipe"]

@@ -20,7 +20,7 @@ from written_runs import write_run
 from gptlab.app.run.repeat import repeated_config
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.main import main
-from gptlab.cli.sweep import SweepArguments, config_of, read_vary
+from gptlab.cli.sweep import SweepArguments, asked_sweep, config_of, read_vary
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.recipes import quickstart
@@ -134,6 +134,15 @@ class TestVary:
             "eval.every_steps": [None, 100],
         }  # fmt: skip
         assert read_vary(["data.source=a,b", "data.source=c"]) == {"data.source": [("a,b",), ("c",)]}
+
+    @pytest.mark.parametrize("vary", ["steps=5,9", "minutes=5,9", "target_param_data_ratio=5,9"])
+    def test_a_length_replaces_that_of_a_file(self, tmp_path: Path, vary: str) -> None:
+        file = tmp_path / "base.toml"
+        file.write_text('recipe = "nanochat-tiny"\nsteps = 20')
+        request = read_request([str(file)], SweepArguments, prog="", description="")
+        sweep = asked_sweep(request, "sweep", read_vary([vary]), 1)
+        lengths = [config_of({**sweep.base, **run.changes}).horizon.amount for run in sweep.runs]
+        assert lengths[0] / lengths[1] == 5 / 9
 
     @pytest.mark.parametrize(
         ("text", "problem"),
