@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import json
@@ -442,7 +443,7 @@ class TestComesBack:
 
     def test_after_transformers_saved_it_again(self, exported: Exported, tmp_path: Path) -> None:
         """A GPT-2 with its biases, of which transformers has trained one here."""
-        theirs = exported.theirs()
+        theirs = copy.deepcopy(exported.theirs())  # which other tests have, too
         is_trained = exported.form == "gpt2" and not exported.model.config.bias
         if is_trained:
             theirs.transformer.h[1].ln_1.bias.data.fill_(0.5)
