@@ -17,11 +17,12 @@ from gptlab.bench.training_rate import assumed_vocab_size, remember_rate, seen_r
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import FlopsPerToken, flops_per_token, parameter_counts
 from gptlab.model.kernels.choice import ProductTimes, product_times
+from gptlab.runtime.files.cache import keep_compiled
 from gptlab.runtime.hardware import peak as hardware
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.place import Place, place_of
 from gptlab.runtime.records.console import Console
-from gptlab.training.compilation import Passes, keep_compiled, warm_up
+from gptlab.training.compilation import Passes, warm_up
 from gptlab.training.state import TrainState
 
 Compiled = Literal["off", "cold", "cached"]

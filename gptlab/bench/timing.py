@@ -22,7 +22,7 @@ from gptlab.model.kernels.ops import multiply_by
 from gptlab.runtime.hardware.device import synchronize
 from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.hardware.rng import seed_everything
-from gptlab.training.compilation import Passes, keep_compiled, make_passes
+from gptlab.training.compilation import Passes, make_passes
 from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.loop import next_steps
 from gptlab.training.state import Finish, TrainState, build_state
@@ -107,7 +107,6 @@ def made_up_rows(config: RunConfig) -> RowSource:
 
 def made_up_run(config: RunConfig, place: Place, warn: Callable[[str], None]) -> tuple[TrainState, Passes]:
     """The run as `train` builds it, but on random tokens, and before its warm-up."""
-    keep_compiled()
     seed_everything(config.seed, place.device)
     state = build_state(config, made_up_rows(config), device=place.device, compute_dtype=place.dtype)
     if place.device.type == "cpu":

@@ -20,6 +20,7 @@ from gptlab.model.head import HeadLoss, capped_logits
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels.ops import ACTIVATIONS, implementation, linear, load_kernels, mlp
 from gptlab.model.kv_cache import KVCache
+from gptlab.runtime.files.cache import keep_compiled
 from gptlab.runtime.hardware.device import Platform
 
 if TYPE_CHECKING:
@@ -271,12 +272,14 @@ class GPT(nn.Module):
 
     def mask_documents(self, bos_id: int, room: DocumentRoom | None = None) -> None:
         """From here on, tokens attend only to their own document, which begins with BOS, except with a cache."""
+        by = self.attend_by_torch()
         from gptlab.model.kernels.torch_attention import DocumentMask
 
-        self.document_mask = DocumentMask(self.attend_by_torch(), bos_id, room)
+        self.document_mask = DocumentMask(by, bos_id, room)
 
     def attend_by_torch(self) -> str:
         """Compute attention as `torch_attention` chooses, which it returns."""
+        keep_compiled()  # varlen imports the compiler
         from gptlab.model.kernels import torch_attention
 
         by = torch_attention.choose(self.config, self.compute_dtype, self.platform)

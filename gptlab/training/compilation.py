@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,7 +23,7 @@ from gptlab.eval.bits_per_byte import TokenNats, nats_by, nats_of
 from gptlab.model.counting import flops_per_token
 from gptlab.model.kernels.ops import missing_kernels, outrun_compiler
 from gptlab.optim.torch_optimizer import TorchOptimizer
-from gptlab.runtime.files.cache import cache_root
+from gptlab.runtime.files.cache import keep_compiled
 from gptlab.runtime.hardware.device import compiler_available, synchronize
 from gptlab.runtime.hardware.installed import cxx_compiler
 from gptlab.runtime.hardware.memory import ran_out_of_memory
@@ -66,15 +65,6 @@ class Passes:
     @property
     def compiled(self) -> bool:
         return self.compiler != "off"
-
-
-def keep_compiled() -> Path:
-    """Have torch.compile keep what it builds in the user's cache, unless the environment names another folder. To be
-    called before anything compiles. Returns the folder.
-
-    Never in `data.cache_dir`: torch runs what it finds there, and a run's configuration may be an untrusted file.
-    """
-    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(None) / "compile")))
 
 
 def make_passes(state: TrainState, config: RunConfig, warn: Callable[[str], None]) -> Passes:

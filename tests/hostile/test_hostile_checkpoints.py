@@ -24,6 +24,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer
 from gptlab.model.gpt import build_model
+from gptlab.runtime.files.cache import keep_compiled
 from gptlab.runtime.files.plain_file import read_json_object, write_json_atomic
 from gptlab.runtime.records.metrics import AppendFile, read_metrics
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
@@ -31,7 +32,6 @@ from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.checkpoint.load import load_checkpoint, load_newest, verify_checkpoint
 from gptlab.training.checkpoint.retention import discard_after, retain
 from gptlab.training.checkpoint.write import save_checkpoint
-from gptlab.training.compilation import keep_compiled
 
 pytestmark = [posix_only, pytest.mark.timeout(60)]  # a reader that waits for a pipe would wait forever
 

@@ -14,6 +14,11 @@ ORACLE = "test_model.py::test_logits_loss_and_gradients_equal_the_oracle"
 
 MUTATIONS = [
     Mutation(
+        "what a GPU compiles is kept where torch's own default is", "model/gpt.py",
+        "keep_compiled()  # varlen imports the compiler", "pass",
+        ["test_torch_attention.py::test_what_a_gpu_compiles_is_kept_in_the_users_cache"],
+    ),
+    Mutation(
         "the head's gradient forgets the softcap", "model/kernels/torch_ops.py",
         "gradient if squashed is None else gradient * (1 - squashed * squashed)", "gradient",
         ["test_head.py::test_loss_and_gradients_are_those_of_cross_entropy", ORACLE],

@@ -78,6 +78,15 @@ def cache_root(cache_dir: str | None) -> Path:
         ) from None
 
 
+def keep_compiled() -> Path:
+    """Have torch.compile keep what it builds in the user's cache, unless the environment names another folder. To be
+    called before torch's compiler is imported, which names one. Returns the folder. UserError as `cache_root`.
+
+    Never in `data.cache_dir`: torch runs what it finds there, and a run's configuration may be an untrusted file.
+    """
+    return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(None) / "compile")))
+
+
 def cached_folder(
     folder: Path, build: Callable[[Path], dict[str, Any]], *, what: str, console: Console | None = None
 ) -> dict[str, Any]:

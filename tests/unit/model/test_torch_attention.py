@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
+import subprocess
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -438,3 +442,21 @@ def test_compiled_on_a_gpu_without_waiting(masked: bool) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close([float(x) for x in found], expected, rtol=1e-3, atol=0)
+
+
+GPU_MODEL = """
+import os, torch
+from gptlab.model.gpt import GPT, ModelConfig
+with torch.device("meta"):
+    GPT(ModelConfig(n_layer=1, n_embd=64, n_head=1, vocab_size=8), torch.bfloat16, "cuda")
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"], end="")
+"""
+
+
+def test_what_a_gpu_compiles_is_kept_in_the_users_cache(tmp_path: Path) -> None:
+    """torch's varlen imports the compiler, which names a temporary folder for it."""
+    others = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", GPU_MODEL], env=others | {"GPTLAB_CACHE": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert done.stdout == str(tmp_path / "compile"), done.stderr
