@@ -6,6 +6,11 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "memory that is too little for one row is explained with the rows of the recipe", "app/run/run_session.py",
+        "attempt.config = session.config  # which", "pass  # which",
+        ["test_micro_batch.py::test_where_one_row_is_too_much_the_advice_is_about_the_model"],
+    ),
+    Mutation(
         "who reads run.json on Windows ends the run", "runtime/files/plain_file.py",
         'if time.monotonic() > until', "if True",
         ["test_run_directory.py::test_who_reads_the_record_on_windows_does_not_end_the_run"],

@@ -180,7 +180,6 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
         record = _recorder(session, output, saves, attempt.signals)
         try:
             compile_seconds = _warm_up(session, record, earlier)
-            attempt.config = session.config
             if earlier is None:
                 console.open_log(run.log_path)
             else:
@@ -200,6 +199,7 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
             if ended == "finished":
                 summary = record.finish_run(state)
         except BaseException as error:
+            attempt.config = session.config  # which the warm-up may have changed
             _record_failure(error, session, record)
             raise
         if group.is_main:

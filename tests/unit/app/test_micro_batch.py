@@ -82,6 +82,13 @@ def test_what_must_not_be_halved_ends_with_the_advice(
     assert "gptlab: error: out of memory" in err
 
 
+def test_where_one_row_is_too_much_the_advice_is_about_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = with_room_for(0, monkeypatch)
+    code, _, err = command(["train", *arguments(folder, "one row", FIELDS)])
+    assert (code, tried) == (2, [4, 2, 1])
+    assert "model.n_layer); batch.micro_sequences is 1 already" in err
+
+
 def test_steps_stay_whole() -> None:
     assert [fewer_micro_sequences(rows) for rows in (2, 9, 12, 32)] == [1, 3, 6, 16]
 
