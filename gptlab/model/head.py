@@ -21,6 +21,9 @@ from gptlab.model.kernels.ops import implementation, multiplication, multiplicat
 SLICE_LOGITS = 2**21
 # ... but no more slices than this, since a compiled graph holds each of them.
 MAX_SLICES = 16
+SLICES_IN_TURN = torch.__version__ >= "2.12"
+"""Whether what torch compiles for a GPU has the logits of one slice at a time. 2.11 would keep those of all in a region
+that is compiled once."""
 
 
 def capped_logits(head: nn.Linear, x: Tensor, vocab_size: int, cap: float | None) -> Tensor:
@@ -75,19 +78,31 @@ def _loss_and_gradients(
     x_gradients = []
     weight_gradient = torch.zeros(weight.shape, dtype=wide, device=weight.device)
     positions = max(SLICE_LOGITS // len(weight), -(-len(x) // MAX_SLICES))
+    one_slice = _slice if x.device.type == "cpu" else _slice_compiled_once
     for xs, ys in zip(x.split(positions), targets.split(positions), strict=True):
-        logits = xs @ weight.t()
-        if scale is None:
-            nats, dz = implementation(x).loss_and_gradient(logits, ys, vocab_size, cap)
-        else:
-            nats, dz = _loss_and_scaled_gradient(logits, ys, vocab_size, cap, scale)
+        nats, x_gradient, product = one_slice(xs, weight, ys, vocab_size, cap, scale)
         total = total + nats
-        x_gradients.append(dz @ weight)
-        if x.dtype == wide:
-            torch.addmm(weight_gradient, dz.t(), xs, out=weight_gradient)
-        else:
-            weight_gradient += dz.t() @ xs
+        x_gradients.append(x_gradient)
+        weight_gradient += product
     return total, torch.cat(x_gradients), weight_gradient
+
+
+def _slice(
+    xs: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, cap: float | None, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss of some positions, and its gradients for them and for the weight, in the type of xs."""
+    logits = xs @ weight.t()
+    if scale is None:
+        nats, dz = implementation(xs).loss_and_gradient(logits, targets, vocab_size, cap)
+    else:
+        nats, dz = _loss_and_scaled_gradient(logits, targets, vocab_size, cap, scale)
+    return nats, dz @ weight, dz.t() @ xs
+
+
+# Compiled once, and run one after the other. From a graph that holds each slice, Inductor computes the logits or their
+# gradients of most slices before it multiplies the first, and compiles a kernel for each: more than twice as long
+# (docs/LOG.md, 2026-11-27). The C++ wrapper, which it makes for CPUs, cannot hold such a region.
+_slice_compiled_once = torch.compiler.nested_compile_region(_slice) if SLICES_IN_TURN else _slice
 
 
 def _loss_and_scaled_gradient(

@@ -14,6 +14,16 @@ ORACLE = "test_model.py::test_logits_loss_and_gradients_equal_the_oracle"
 
 MUTATIONS = [
     Mutation(
+        "a GPU's compiler gets a graph with every slice of the logits", "model/head.py",
+        'one_slice = _slice if x.device.type == "cpu" else _slice_compiled_once', "one_slice = _slice",
+        ["test_head.py::test_what_is_compiled_for_gpus_has_one_region_for_all_slices"],
+    ),
+    Mutation(
+        "a CPU's compiler gets a region that its wrapper cannot hold", "model/head.py",
+        'one_slice = _slice if x.device.type == "cpu" else _slice_compiled_once', "one_slice = _slice_compiled_once",
+        ["test_head.py::test_what_is_compiled_for_gpus_has_one_region_for_all_slices"],
+    ),
+    Mutation(
         "what a GPU compiles is kept where torch's own default is", "model/gpt.py",
         "keep_compiled()  # varlen imports the compiler", "pass",
         ["test_torch_attention.py::test_what_a_gpu_compiles_is_kept_in_the_users_cache"],
@@ -26,7 +36,7 @@ MUTATIONS = [
     ),
     Mutation(
         "targets that do not count are counted", "model/kernels/torch_ops.py",
-        "counted = (targets >= 0)[:, None]", "counted = (targets >= -1)[:, None]",
+        "counted, is_target = (targets >= 0)[:, None],", "counted, is_target = (targets >= -1)[:, None],",
         ["test_head.py::test_loss_and_gradients_are_those_of_cross_entropy", ORACLE],
         ["Cross-entropy against the actual next tokens"],
     ),

@@ -121,10 +121,10 @@ def loss_and_gradient(
     highest = capped.amax(-1, keepdim=True)
     weights = torch.exp(capped - highest)
     norm = weights.sum(-1, keepdim=True)
-    counted = (targets >= 0)[:, None]
-    of_target = capped.gather(1, targets.clamp(min=0)[:, None])
+    counted, is_target = (targets >= 0)[:, None], entries == targets[:, None]
+    of_target = torch.where(is_target, capped, 0).sum(-1, keepdim=True)
     nats = ((highest + norm.log() - of_target) * counted).sum()
-    gradient = (weights / norm - (entries == targets[:, None]).to(z.dtype)) * counted
+    gradient = (weights / norm - is_target.to(z.dtype)) * counted
     gradient = gradient if squashed is None else gradient * (1 - squashed * squashed)
     return nats, gradient.to(logits.dtype)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 
 import gptlab.model.head
 from gptlab.config.run import Products
-from gptlab.model.head import HeadLoss
+from gptlab.model.head import SLICES_IN_TURN, HeadLoss
 from gptlab.model.kernels import ops, torch_ops
 
 POSITIONS, WIDTH, ENTRIES, PADDED = 37, 8, 11, 16
@@ -113,3 +115,24 @@ def test_logits_beyond_the_range_of_exp_are_capped() -> None:
     assert loss.item() == pytest.approx(30.0, abs=1e-5)
     assert x.grad is not None
     assert x.grad.tolist() == [[0.0], [0.0]]
+
+
+@pytest.mark.parametrize(("device", "regions"), [("cpu", 0), ("meta", 3 * SLICES_IN_TURN)])
+def test_what_is_compiled_for_gpus_has_one_region_for_all_slices(
+    device: str, regions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, whose wrapper cannot hold a region, slices are parts of the graph. A meta tensor stands for a GPU's."""
+    monkeypatch.setattr(gptlab.model.head, "SLICE_LOGITS", 1)
+    monkeypatch.setattr(gptlab.model.head, "MAX_SLICES", 3)
+    called: list[str] = []
+
+    def backend(whole: fx.GraphModule, _: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        graphs = [module.graph for module in whole.modules() if isinstance(module, fx.GraphModule)]
+        nodes = (node for graph in graphs for node in graph.nodes if str(node.target) == "invoke_subgraph")
+        called.extend(str(node.args[1]) for node in nodes)
+        return whole.forward
+
+    x, weight = torch.zeros(6, 8, device=device), torch.zeros(16, 8, device=device)
+    targets = torch.zeros(6, dtype=torch.int64, device=device)
+    torch.compile(HeadLoss.apply, backend=backend)(x.requires_grad_(), weight.requires_grad_(), targets, 16, None)
+    assert (len(called), len({*called})) == (regions, min(regions, 1))
