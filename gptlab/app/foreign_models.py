@@ -36,10 +36,9 @@ from gptlab.runtime.files.tensor_file import write_bytes, write_tensors
 from gptlab.runtime.hardware.peak import Peak
 from gptlab.runtime.hardware.place import Place
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.identity import identity
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.provenance import provenance, take_evidence
-from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.runtime.records.run_directory import RunDirectory, identity
 from gptlab.training.checkpoint.write import save_checkpoint
 
 EVAL_TOKENS = 131_072

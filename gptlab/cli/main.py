@@ -115,16 +115,21 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_USAGE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # `gptlab train --list | head -1` is no error; buffered output must not raise again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
     except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"gptlab: error: cannot write the output: {error.strerror}", file=sys.stderr)
-        return EXIT_USAGE
+        return _output_lost(error)
+
+
+def _output_lost(error: OSError) -> int:
+    """The exit code where stdout was closed or its disk is full. Raises any other error again."""
+    is_closed = isinstance(error, BrokenPipeError)  # `gptlab train --list | head -1` is no error
+    if not is_closed and (error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
+        raise error
+    # Buffered output must not raise again at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if is_closed:
+        return EXIT_BROKEN_PIPE
+    print(f"gptlab: error: cannot write the output: {error.strerror}", file=sys.stderr)
+    return EXIT_USAGE
 
 
 @contextmanager

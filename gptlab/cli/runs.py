@@ -16,8 +16,9 @@ from gptlab.lab.removals import Removal, removals, remove
 from gptlab.lab.run_list import ListedRun, list_runs, select_runs, sort_runs
 from gptlab.runtime.files.cache_contents import Item
 from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.records.console import short_number
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.runtime.records.table import short_number, table
+from gptlab.runtime.records.table import table
 
 LIST = """\
 List the runs in and below folders (runs/), newest first: how each ended, validation bits per byte, tokens, seconds of \

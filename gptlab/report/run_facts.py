@@ -19,7 +19,7 @@ from gptlab.config.load import flatten
 from gptlab.lab.run_list import changes_from_recipe, recipe_fields
 from gptlab.lab.run_record import Reached, RunRecord, number, reached, read_run
 from gptlab.report.curves import Metrics, evenly_chosen, read_metrics_file
-from gptlab.runtime.records.table import short_number
+from gptlab.runtime.records.console import short_number
 from gptlab.training.checkpoint.names import list_checkpoints
 
 VALIDATION_COLUMNS = ("step", "tokens", "training", "validation loss", "bits per byte")

@@ -24,7 +24,8 @@ from gptlab.report.markdown import bpb_curve, code, fenced, prose
 from gptlab.report.run_facts import RunFacts, counted, duration, plain
 from gptlab.report.saved_model import SavedModel, newest_saved
 from gptlab.report.token_fate import token_fate
-from gptlab.runtime.records.table import short_number, table
+from gptlab.runtime.records.console import short_number
+from gptlab.runtime.records.table import table
 
 COLUMNS = 120
 """Of a paragraph."""

@@ -14,8 +14,7 @@ from gptlab.data.loader import StepBatch
 from gptlab.runtime.files.plain_file import write_json_atomic
 from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import peak_memory_mb
-from gptlab.runtime.records.console import Console, clock_text
-from gptlab.runtime.records.table import short_number
+from gptlab.runtime.records.console import Console, clock_text, short_number
 from gptlab.training.checkpoint.load import Checkpoint
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.faults import Fault, TrainingFailed

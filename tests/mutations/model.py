@@ -271,7 +271,7 @@ MUTATIONS = [
     ),
     Mutation(
         "kernels of float32 are begun where those of bfloat16 will be needed", "app/run/train_run.py",
-        'dtype = "bfloat16" if cpu_lists_bfloat16() else "float32"', 'dtype = "float32"',
+        'dtype = "bfloat16" if installed.cpu_lists_bfloat16() else "float32"', 'dtype = "float32"',
         ["test_kernel_library.py::test_they_are_built_while_torch_is_imported"],
     ),
     Mutation(

@@ -79,7 +79,7 @@ MUTATIONS = [
         ["test_report_pages.py::TestUntrusted::test_is_text_in_the_page"],
     ),
     Mutation(
-        "a billion tokens are shown as 1e+03M", "runtime/records/table.py",
+        "a billion tokens are shown as 1e+03M", "runtime/records/console.py",
         "if rounded >= one[1])", "if number >= one[1])",
         ["test_report_pages.py::TestWhatItSays::test_texts"],
     ),

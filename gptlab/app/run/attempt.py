@@ -69,6 +69,12 @@ class Attempt:
         """Where a new run goes: to `run_dir`, if that is given."""
         return Path(run_dir or self.job.folder() or default_run_path(recipe, datetime.now()))
 
+    def share_run_folder(self) -> None:
+        """Give every rank the run folder that rank 0 made or opened."""
+        folder = self.group.broadcast("run folder", self.run and str(self.run.path))
+        if not self.group.is_main:
+            self.run = RunDirectory(Path(folder))
+
     def restarted(self, request: RunRequest) -> RunRequest | Result:
         """`request`, or, where an earlier attempt of this torchrun job began or resumed a run, the request to resume it
         from its newest checkpoint. The Result where the earlier attempt ended in a way that another attempt would only

@@ -21,7 +21,7 @@ from gptlab.runtime.hardware.memory import fewer_micro_sequences, ran_out_of_mem
 from gptlab.runtime.hardware.place import Place, place_of
 from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.identity import change_config, identity_of
+from gptlab.runtime.records.identity import change_config
 
 if TYPE_CHECKING:
     from gptlab.training.recorder import Recorder
@@ -101,7 +101,7 @@ def _use_fewer_rows(session: Session, record: Recorder, step: int) -> None:
     session.state.loader.cut(batch.micro_sequences, config.micro_batches)
     if session.group.is_main:
         change_config(record.run, record.run.read_config() | {"batch": config_to_json(config)["batch"]}, step=step)
-        record.saves.about_run["run"] = identity_of(record.run, session.data.fingerprint)
+        record.saves.about_run["run"] = record.run.identity(session.data.fingerprint)
     record.console.warn(
         f"out of memory with batch.micro_sequences = {rows}: now {batch.micro_sequences}, in {config.micro_batches} "
         "micro-batches a step, which has the same rows and the same mean loss"

@@ -127,7 +127,8 @@ class RunRequest:
         is."""
         if not self.gives_length:
             return None
-        default = configure(recipe, depth=self.depth, own=self.recipe_arguments).horizon
+        whole = self.overrides.keys() >= LENGTH_FIELDS
+        default = Horizon() if whole else configure(recipe, depth=self.depth, own=self.recipe_arguments).horizon
         heads = ((name.partition("."), value) for name, value in self.overrides.items())
         return rebuild(default, {name: value for (group, _, name), value in heads if group == "horizon"}, "horizon.")
 
@@ -239,7 +240,8 @@ def request_from_values(recipe: str | None, values: Mapping[str, Any]) -> RunReq
 
 def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
     """The request of a recipe's name or a TOML file, and {name: checked value} beside it. UserError: one line."""
-    _require_one_start(recipe, given)
+    if "from" in given or "resume_from_step" in given:
+        _require_one_start(recipe, given)
     values = _full_names(given)
     if recipe is not None and recipe not in RECIPES:
         recipe, values = _with_file(recipe, values)

@@ -1,4 +1,4 @@
-"""A session trained in its run folder: what is reported first, warm-up, checkpoint, training, and how it ends."""
+"""A run from its configuration to its end: session, first report, run folder, warm-up, training, closing block."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from gptlab.app.run.attempt import Attempt, Result
 from gptlab.app.run.ranks import require_same_implementations
 from gptlab.app.run.run_request import longer_command, next_steps, resume_command
-from gptlab.app.run.session import Session
+from gptlab.app.run.session import Session, open_session, require_agreement
 from gptlab.config.errors import EXIT_PREEMPTED, UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.recipes import applied_scaling
@@ -25,14 +26,14 @@ from gptlab.config.recipes.quickstart import why_quickstart_size
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import MANY_EPOCHS, Machine
 from gptlab.runtime.hardware.cpu import MachineLoad, usable_cores
-from gptlab.runtime.hardware.device import device_name
+from gptlab.runtime.hardware.device import deterministic_kernels, device_name
+from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.own_python import own_python
-from gptlab.runtime.records.console import Console
-from gptlab.runtime.records.identity import identity_of
+from gptlab.runtime.records.console import Console, short_number
 from gptlab.runtime.records.metrics import MetricsLog
+from gptlab.runtime.records.mirrors import mirrored, require_mirrors
 from gptlab.runtime.records.provenance import Evidence
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.runtime.records.table import short_number
 from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.faults import TrainingFailed
@@ -53,6 +54,43 @@ LONG_RUN_SECONDS = 3600.0
 """A run of this many seconds without a checkpoint is warned of: an assumption on how much nobody wants to lose."""
 
 _GPTLAB = "import runpy; runpy.run_module('gptlab', run_name='__main__', alter_sys=True)"
+
+
+def train(
+    attempt: Attempt, config: RunConfig, taking_evidence: Future[Evidence], *, machine: Machine | None = None,
+    earlier: EarlierRun | None = None, from_run: str | None = None,
+) -> Result:  # fmt: skip
+    """Train `config`, which has been sized by `machine` or is that of an `earlier` run."""
+    console, group = attempt.console, attempt.group
+    if config.parallel.exact_any_world_size:
+        attempt.held.enter_context(deterministic_kernels(config.runtime.device))
+    if group.is_main and config.log.to:
+        require_mirrors(config.log.to)
+
+    # Data, model, optimizer.
+    restored = earlier is not None and earlier.checkpoint is not None
+    place = place_of(config if earlier is None else earlier.as_recorded(config), group.world)
+    session = open_session(config, place, console, restored=restored, group=group, parts=attempt.parts)
+    evidence = taking_evidence.result()
+    facts = session.provenance(attempt.argv, evidence.code, from_run)
+    if earlier is not None:
+        earlier.compare(session, facts, console)
+    if group.size > 1:
+        require_agreement(session, facts, console)
+    describe(session, console, machine)
+
+    # The run folder, from here on this run's.
+    if earlier is not None and earlier.stored is not None:  # resumed: the folder is locked
+        if group.is_main:
+            earlier.record(session, facts, evidence, attempt)
+    elif group.is_main:
+        make_run_directory(session, attempt, facts, evidence, machine)
+    if group.size > 1:
+        attempt.share_run_folder()
+    try:
+        return run_session(session, attempt, earlier)
+    except TrainingFailed as error:
+        return attempt.failed(error)
 
 
 def describe(session: Session, console: Console, machine: Machine | None) -> None:
@@ -102,19 +140,17 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
     # Random windows are drawn with replacement from small texts on purpose (nanoGPT): those have no epochs to count.
     if round(epochs) > MANY_EPOCHS and config.data.rows != "random" and not config.eval.only:
         _warn_of_repeated_text(f"{about}{epochs:.0f}", config, console)
+    saves = config.checkpoint
+    if saves.keep_every_steps or not (saves.every_steps or saves.every_seconds or saves.save_best):
+        _warn_of_few_saves(session, console)
+
+
+def _warn_of_few_saves(session: Session, console: Console) -> None:
+    config, saves, peak = session.config, session.config.checkpoint, session.place.peak.flops_per_second
     least_seconds = config.horizon.amount  # in other units at the peak of all processes, which no run reaches
     if session.finish.steps is not None:
-        least_seconds = 0.0 if peak is None else tokens * flops.total / (peak * processes)
-    _warn_of_few_saves(config, least_seconds, console)
-    if processes > config.micro_batches and not config.eval.only:
-        console.warn(
-            f"{processes - config.micro_batches} of {processes} processes have no micro-batch: lower "
-            f"batch.micro_sequences (now {config.batch.micro_sequences}) or raise batch.total_tokens"
-        )
-
-
-def _warn_of_few_saves(config: RunConfig, least_seconds: float, console: Console) -> None:
-    saves = config.checkpoint
+        tokens = session.finish.steps * config.batch.total_tokens
+        least_seconds = 0.0 if peak is None else tokens * session.flops.total / (peak * session.group.size)
     kept, saved = saves.keep_every_steps, saves.every_steps
     if kept is not None and (saved is None or (kept % saved and saved % kept)):
         console.warn(
@@ -228,8 +264,6 @@ def _mirrored(session: Session, run: RunDirectory, console: Console) -> Abstract
     """Within it, metrics.jsonl is mirrored, by rank 0."""
     if not session.group.is_main:
         return nullcontext()
-    from gptlab.runtime.records.mirrors import mirrored
-
     return mirrored(session.config.log.to, run, run.read_config(), console)
 
 
@@ -275,7 +309,7 @@ def _alone() -> dict[str, str]:
 
 
 def _saver(session: Session, output: RunOutput) -> AbstractContextManager[CheckpointSaver]:
-    about_run = {"run": identity_of(output.run, session.data.fingerprint)} if output.group.is_main else {}
+    about_run = {"run": output.run.identity(session.data.fingerprint)} if output.group.is_main else {}
     background = output.config.checkpoint.background
     if output.group.size == 1 and not background:
         return nullcontext(CheckpointSaver(**vars(output), about_run=about_run))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gptlab.app.run.own_parts import OwnParts
-from gptlab.app.run.ranks import agreed_place, rank_0_first, rank_0_reports
+from gptlab.app.run.ranks import (
+    agreed_place,
+    rank_0_first,
+    rank_0_reports,
+    require_same_implementations,
+    require_same_run,
+)
 from gptlab.app.run.saved_weights import Start, load_start_weights, require_tokenizer
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import EXACT_WORLD_SIZES, RunConfig
@@ -163,6 +169,18 @@ def open_session(
         rows.rows_per_epoch, held_out, of_training, prompts, tasks, start,
     )  # fmt: skip
     return _with_masks(session) if config.data.mask_documents else session
+
+
+def require_agreement(session: Session, facts: Mapping[str, object], console: Console) -> None:
+    """UserError on rank 0 where the ranks would not train the same run. A warning where some have nothing to do."""
+    config, group = session.config, session.group
+    require_same_run(config, facts, group)
+    require_same_implementations(session.implementations(), session.place, group)
+    if group.size > config.micro_batches and not config.eval.only:
+        console.warn(
+            f"{group.size - config.micro_batches} of {group.size} processes have no micro-batch: lower "
+            f"batch.micro_sequences (now {config.batch.micro_sequences}) or raise batch.total_tokens"
+        )
 
 
 def _choose_products(config: RunConfig, place: Place, group: Group) -> None:

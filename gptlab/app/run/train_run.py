@@ -1,4 +1,4 @@
-"""A run from what was asked for to its end: configuration, data and model, run folder, training."""
+"""A run from what was asked for to its configuration, and what its end is to whoever started it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gptlab.app.run.attempt import Attempt, Result
 from gptlab.app.run.own_parts import OwnParts
@@ -19,15 +18,13 @@ from gptlab.config.recipes import configure
 from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.corpus.documents import require_known
+from gptlab.runtime.hardware import installed
 from gptlab.runtime.hardware.cpu import limit_spinning, threads_beside_others, usable_cores
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.records.console import Console, QuietConsole
+from gptlab.runtime.records.provenance import Evidence, begin_evidence
 from gptlab.runtime.records.run_directory import RunDirectory
 from gptlab.training.signals import Signals
-
-if TYPE_CHECKING:
-    from gptlab.app.run.earlier_run import EarlierRun
-    from gptlab.runtime.records.provenance import Evidence
 
 
 def train_run(
@@ -65,39 +62,36 @@ def _prepare_and_train(attempt: Attempt, request: RunRequest) -> Result:
         for source in request.overrides.get("data.source", ()):
             if not os.path.exists(os.path.expanduser(source)):
                 require_known(source)
-    from gptlab.runtime.records.provenance import begin_evidence
-
     evidence = begin_evidence()  # before torch is imported, which takes longer
-    from gptlab.runtime.hardware.installed import has_nvidia_gpu
-
     begun_before = request.resume is not None or request.from_run is not None
     # Before kernels are built, on cores that then look taken.
-    if not begun_before and attempt.config is None and attempt.group.size == 1 and not has_nvidia_gpu():
+    if not begun_before and attempt.config is None and attempt.group.size == 1 and not installed.has_nvidia_gpu():
         request = _beside_other_programs(attempt.console, request)
     _import_torch(attempt, request)
     if not attempt.catch:
         _stand_apart(attempt)
     if begun_before:
         return _train_earlier(attempt, request, evidence)
-    if has_nvidia_gpu():
+    if installed.has_nvidia_gpu():
         _warn_of_unused_gpu(attempt, request)
     machine = None
     if attempt.config is None:
         attempt.config, machine = _configured(attempt, request)
-    return _train(attempt, attempt.config, evidence, machine=machine)
+    from gptlab.app.run.run_session import train
+
+    return train(attempt, attempt.config, evidence, machine=machine)
 
 
 def _import_torch(attempt: Attempt, request: RunRequest) -> None:
     """Import torch, and meanwhile build the C++ kernels for the type that the run will most likely compute in. If it
     turns out to be another, or torch was imported before, they are built while data is prepared."""
-    from gptlab.runtime.hardware.installed import cpu_lists_bfloat16, has_nvidia_gpu
-
-    if "torch" in sys.modules or sys.platform != "linux" or has_nvidia_gpu():
+    if "torch" in sys.modules or sys.platform != "linux" or installed.has_nvidia_gpu():
         return
-    config = attempt.config or configure(request.recipe or DEFAULT_RECIPE)
-    dtype = request.overrides.get("runtime.dtype", config.runtime.dtype)
+    dtype: Any = request.overrides.get("runtime.dtype")
+    if dtype is None:
+        dtype = (attempt.config or configure(request.recipe or DEFAULT_RECIPE)).runtime.dtype
     if dtype == "auto":
-        dtype = "bfloat16" if cpu_lists_bfloat16() else "float32"
+        dtype = "bfloat16" if installed.cpu_lists_bfloat16() else "float32"
     if dtype in ("float32", "bfloat16"):
         from gptlab.model.kernels.library import begin_kernels
 
@@ -136,6 +130,7 @@ def _beside_other_programs(console: Console, request: RunRequest) -> RunRequest:
 def _train_earlier(attempt: Attempt, request: RunRequest, evidence: Future[Evidence]) -> Result:
     """Resume a run, or repeat it. The Result of a run that is finished."""
     from gptlab.app.run.earlier_run import open_repeated, open_resumed
+    from gptlab.app.run.run_session import train
     from gptlab.data.corpus.documents import NoCorpusError
 
     earlier = open_repeated(request, attempt) if request.resume is None else open_resumed(request, attempt)
@@ -144,59 +139,10 @@ def _train_earlier(attempt: Attempt, request: RunRequest, evidence: Future[Evide
     assert attempt.config is not None
     _warn_of_unused_gpu(attempt, request)
     try:
-        return _train(attempt, attempt.config, evidence, earlier=earlier, from_run=request.from_run)
+        return train(attempt, attempt.config, evidence, earlier=earlier, from_run=request.from_run)
     except NoCorpusError as error:
         moved = "if the run's corpus was moved, --data or --data.val-source says where it is"
         raise UserError(f"{error}; {moved}") from None
-
-
-def _train(
-    attempt: Attempt, config: RunConfig, taking_evidence: Future[Evidence], *, machine: Machine | None = None,
-    earlier: EarlierRun | None = None, from_run: str | None = None,
-) -> Result:  # fmt: skip
-    """Train `config`, which has been sized by `machine` or is that of an `earlier` run."""
-    from gptlab.app.run.ranks import require_same_implementations, require_same_run
-    from gptlab.app.run.run_session import describe, make_run_directory, run_session
-    from gptlab.app.run.session import open_session
-    from gptlab.runtime.hardware.device import deterministic_kernels
-    from gptlab.runtime.hardware.place import place_of
-    from gptlab.training.faults import TrainingFailed
-
-    console, group = attempt.console, attempt.group
-    if config.parallel.exact_any_world_size:
-        attempt.held.enter_context(deterministic_kernels(config.runtime.device))
-    if group.is_main and config.log.to:
-        from gptlab.runtime.records.mirrors import require_mirrors
-
-        require_mirrors(config.log.to)
-
-    # Data, model, optimizer.
-    restored = earlier is not None and earlier.checkpoint is not None
-    place = place_of(config if earlier is None else earlier.as_recorded(config), group.world)
-    session = open_session(config, place, console, restored=restored, group=group, parts=attempt.parts)
-    evidence = taking_evidence.result()
-    facts = session.provenance(attempt.argv, evidence.code, from_run)
-    if earlier is not None:
-        earlier.compare(session, facts, console)
-    if group.size > 1:
-        require_same_run(session.config, facts, group)
-        require_same_implementations(session.implementations(), session.place, group)
-    describe(session, console, machine)
-
-    # The run folder, from here on this run's.
-    if earlier is not None and earlier.stored is not None:  # resumed: the folder is locked
-        if group.is_main:
-            earlier.record(session, facts, evidence, attempt)
-    elif group.is_main:
-        make_run_directory(session, attempt, facts, evidence, machine)
-    if group.size > 1:
-        folder = group.broadcast("run folder", attempt.run and str(attempt.run.path))
-        if not group.is_main:
-            attempt.run = RunDirectory(Path(folder))
-    try:
-        return run_session(session, attempt, earlier)
-    except TrainingFailed as error:
-        return attempt.failed(error)
 
 
 def _join_and_train(attempt: Attempt, request: RunRequest) -> Result:
@@ -231,11 +177,10 @@ def _configured(attempt: Attempt, request: RunRequest) -> tuple[RunConfig, Machi
         return _configured_as_on_rank_0(attempt, request)
     from gptlab.app.sizing import sized
 
-    def silent(text: str) -> None:
-        pass  # the run itself will warn, once, of what is wrong with a compiler
-
-    config, measured = sized(request, attempt.group.world, attempt.console, silent)
-    attempt.group.broadcast("machine", [asdict(machine) for machine in measured])
+    # Without a warning of what is wrong with a compiler: the run itself will warn, once.
+    config, measured = sized(request, attempt.group.world, attempt.console, lambda text: None)
+    if attempt.group.size > 1:
+        attempt.group.broadcast("machine", [asdict(machine) for machine in measured])
     return config, measured[-1] if measured else None
 
 

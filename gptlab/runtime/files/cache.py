@@ -69,13 +69,15 @@ def cache_root(cache_dir: str | None) -> Path:
         variable, usual = _USER_CACHES.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))
         return Path(os.environ.get(variable) or Path.home() / usual, "gptlab")
     except RuntimeError:  # of pathlib: no HOME, and no entry in the password database
-        if chosen:
-            raise UserError(
-                f"the cache cannot be in {chosen!r}: there is no such home folder; name a folder without ~"
-            ) from None
-        raise UserError(
-            "this user has no home folder to keep prepared tokens and compiled kernels in: set GPTLAB_CACHE to a folder"
-        ) from None
+        raise _no_home(chosen) from None
+
+
+def _no_home(chosen: str | None) -> UserError:
+    if chosen:
+        return UserError(f"the cache cannot be in {chosen!r}: there is no such home folder; name a folder without ~")
+    return UserError(
+        "this user has no home folder to keep prepared tokens and compiled kernels in: set GPTLAB_CACHE to a folder"
+    )
 
 
 def keep_compiled() -> Path:

@@ -114,17 +114,16 @@ def threads_beside_others() -> int | None:
     ours = cores == psutil.cpu_count(logical=False)  # otherwise the load may be that of other cores
     if not ours or _threads_of_environment() or sys.platform in ("darwin", "win32"):  # see `set_threads`
         return None
+    for_a_minute = max(1, min(cores, round(logical - os.getloadavg()[0])))
+    return None if for_a_minute == cores else _threads_left_now(cores, logical, for_a_minute)
 
-    def left(used: float) -> int:
-        return max(1, min(cores, round(logical - used)))
 
-    for_a_minute = left(os.getloadavg()[0])
-    if for_a_minute == cores:
-        return None
+def _threads_left_now(cores: int, logical: int, for_a_minute: int) -> int | None:
+    """The same by half a second of measurement, where the last minute was busy."""
     own = psutil.Process()
     own.cpu_percent()
     used = psutil.cpu_percent(interval=0.5) / 100 * logical - own.cpu_percent() / 100
-    now = left(used)
+    now = max(1, min(cores, round(logical - used)))
     return None if now == cores else max(for_a_minute, now)
 
 

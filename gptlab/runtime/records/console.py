@@ -332,3 +332,11 @@ def clock_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def short_number(number: float) -> str:
+    """With three digits: 950, 23.5k, 1.21M, 3.28B, 1T."""
+    rounded = float(f"{number:.3g}")  # which may have the next unit
+    units = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+    unit, size = next((one for one in units if rounded >= one[1]), ("", 1.0))
+    return f"{rounded / size:.3g}{unit}"

@@ -10,7 +10,6 @@ must have the values that a checkpoint was trained with; `FREE_FIELDS` may diffe
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from gptlab.config.errors import UserError
 from gptlab.config.load import flatten
 from gptlab.runtime.files.plain_file import json_sha256, write_json_atomic
-from gptlab.runtime.records.run_directory import RunDirectory, recorded_id, utc_now
+from gptlab.runtime.records.run_directory import Identity, RunDirectory, identity, recorded_id, utc_now
 
 FREE_FIELDS = frozenset({
     # Places. What is there has fingerprints of its own.
@@ -43,23 +42,6 @@ def changeable_fields(spike_factor: object) -> frozenset[str]:
     """Fields that `--resume` may change from its checkpoint on, which run.json then records: the limits on faults, and
     with a `faults.spike_factor` when a run saves, since it decides where a rewind returns to."""
     return _LIMITS if spike_factor is None else _LIMITS | _REWOUND_TO
-
-
-Identity = dict[str, Any]
-"""What a checkpoint says of its run: "id", "config" (the content of config.json) with "config_sha256", and
-"data_fingerprint", which is None where it is unknown (an imported model)."""
-
-
-def identity(config: Mapping[str, Any], data_fingerprint: str | None = None, *, run_id: str | None = None) -> Identity:
-    """`run_id`: None for a new one."""
-    digest = json_sha256(config)
-    run_id = run_id or uuid.uuid4().hex
-    return {"id": run_id, "config_sha256": digest, "config": dict(config), "data_fingerprint": data_fingerprint}
-
-
-def identity_of(run: RunDirectory, data_fingerprint: str) -> Identity:
-    """What the run's next checkpoints say of it."""
-    return identity(run.read_config(), data_fingerprint, run_id=recorded_id(run))
 
 
 def saved_identity(state: Mapping[str, Any], checkpoint: Path) -> Identity | None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
@@ -174,6 +174,10 @@ class RunDirectory:
             return self.read_provenance()
         return {}
 
+    def identity(self, data_fingerprint: str) -> Identity:
+        """What the run's next checkpoints say of it."""
+        return identity(self.read_config(), data_fingerprint, run_id=recorded_id(self))
+
     def sized_for(self) -> dict[str, object]:
         """The `device` and the `training_flops_per_second` that the recipe was given; empty where they are unknown."""
         return self.recorded() or (read_json_object(self.machine_path) if self.machine_path.is_file() else {})
@@ -257,6 +261,18 @@ class RunDirectory:
             owner = read_json_object(self.path / _OWNER)
             by += f" (pid {owner.get('pid')} on {owner.get('host')})"
         return f"{self.path} is in use by {by}; wait until it ends, stop it, or train in another folder with --run-dir"
+
+
+Identity = dict[str, Any]
+"""What a checkpoint says of its run: "id", "config" (the content of config.json) with "config_sha256", and
+"data_fingerprint", which is None where it is unknown (an imported model)."""
+
+
+def identity(config: Mapping[str, Any], data_fingerprint: str | None = None, *, run_id: str | None = None) -> Identity:
+    """`run_id`: None for a new one."""
+    digest = json_sha256(config)
+    run_id = run_id or uuid.uuid4().hex
+    return {"id": run_id, "config_sha256": digest, "config": dict(config), "data_fingerprint": data_fingerprint}
 
 
 def utc_now() -> str:

@@ -1,4 +1,4 @@
-"""Columns of text, and short numbers."""
+"""Columns of text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,3 @@ def table(rows: Iterable[Sequence[str]], alignments: str) -> str:
     layout = list(zip(alignments, widths, strict=True))
     lines = ("  ".join(f"{cell:{a}{w}}" for cell, (a, w) in zip(row, layout, strict=True)) for row in cells)
     return "\n".join(line.rstrip() for line in lines)
-
-
-def short_number(number: float) -> str:
-    """With three digits: 950, 23.5k, 1.21M, 3.28B, 1T."""
-    rounded = float(f"{number:.3g}")  # which may have the next unit
-    units = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
-    unit, size = next((one for one in units if rounded >= one[1]), ("", 1.0))
-    return f"{rounded / size:.3g}{unit}"

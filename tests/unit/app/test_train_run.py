@@ -14,7 +14,7 @@ import tiny_runs as tiny
 import torch
 
 from gptlab.app import sizing
-from gptlab.app.run import run_session, train_run
+from gptlab.app.run import run_session, session, train_run
 from gptlab.app.run.attempt import Attempt
 from gptlab.app.run.run_request import RunRequest
 from gptlab.app.run.run_session import describe
@@ -102,13 +102,16 @@ class TestFewSaves:
 
 @pytest.mark.parametrize(("processes", "idle"), [(2, None), (3, 1), (6, 4)])
 def test_processes_without_a_micro_batch_are_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], processes: int, idle: int | None
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], processes: int,
+    idle: int | None,
+) -> None:  # fmt: skip
     """A step has two micro-batches."""
+    for asks_the_others in ("require_same_run", "require_same_implementations"):
+        monkeypatch.setattr(session, asks_the_others, lambda *_: None)
     tiny.write_corpus(tmp_path / "corpus")
     opened = tiny.open_tiny(tmp_path)
     opened.group = Group(World(0, processes))
-    describe(opened, Console(), None)
+    session.require_agreement(opened, {}, Console())
     out = capsys.readouterr().out
     assert ("have no micro-batch" in out) == (idle is not None)
     assert idle is None or f"warning: {idle} of {processes} processes have no micro-batch: lower" in out

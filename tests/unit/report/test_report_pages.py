@@ -24,9 +24,9 @@ from gptlab.report.overlay import Overlay
 from gptlab.report.page import overlay_page, run_page
 from gptlab.report.run_facts import duration, read_facts
 from gptlab.runtime.files.plain_file import write_json_atomic
+from gptlab.runtime.records.console import short_number
 from gptlab.runtime.records.metrics import MetricsLog
 from gptlab.runtime.records.run_directory import RunDirectory
-from gptlab.runtime.records.table import short_number
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`|\x1b]0;x\x07{{}}&lt;"
 
