@@ -10,6 +10,17 @@ OWN_ARGUMENTS = "test_own_arguments.py::test_what_follows_is_what_base_train_com
 MUTATIONS = [
     # --- nanoGPT
     Mutation(
+        "a run of another length stretches what its recipe counts in steps", "config/recipes/__init__.py",
+        "if own[n] == value and", "if False and",
+        ["test_train_on.py::test_a_phase_that_its_recipe_counts_in_steps_keeps_their_number",
+         "test_train_on.py::test_the_schedule_of_the_new_length_is_recorded"],
+    ),
+    Mutation(
+        "a run of another length loses the schedule that it was given", "config/recipes/__init__.py",
+        "if own[n] == value and", "if",
+        ["test_train_on.py::test_a_phase_that_its_recipe_counts_in_steps_keeps_their_number"],
+    ),
+    Mutation(
         "nanoGPT decays its norms too", "config/recipes/nanogpt.py",
         "vector = replace(matrix, weight_decay=0.0)", "vector = matrix",
         [DOCUMENTS],

@@ -312,8 +312,7 @@ def _with_own_tokenizer(config: RunConfig, run: RunDirectory) -> RunConfig:
 
 def _require_longer(session: Session, checkpoint: Checkpoint) -> None:
     """UserError where the run would be over before its first step."""
-    step, seconds = checkpoint.step, checkpoint.state["train_seconds"]
-    horizon = session.config.horizon
+    horizon, step, seconds = session.config.horizon, checkpoint.step, checkpoint.state["train_seconds"]
     if session.finish.progress(step, seconds) >= 1.0:
         raise UserError(
             f"{horizon} is no more than the run has trained already ({step:,} steps, {seconds:.1f} s): to train it on, "
@@ -323,7 +322,7 @@ def _require_longer(session: Session, checkpoint: Checkpoint) -> None:
     if horizon.until_val_loss is not None and loss is not None and loss <= horizon.until_val_loss:
         raise UserError(
             f"the run has reached the validation loss {horizon.until_val_loss:g} already ({loss:.4f}): to train it on, "
-            "give a lower --until-val-loss"
+            "give a lower --until-val-loss, or none"
         )
 
 
@@ -331,7 +330,8 @@ def _change_length(
     run: RunDirectory, session: Session, checkpoint: Checkpoint, was: RunConfig, console: Console
 ) -> None:
     """Make the new length that of the run, and warn of what it changes."""
-    change_config(run, run.read_config() | {"horizon": config_to_json(session.config)["horizon"]}, step=checkpoint.step)
+    now = config_to_json(session.config)
+    change_config(run, run.read_config() | {name: now[name] for name in ("horizon", "schedule")}, step=checkpoint.step)
     done = session.finish.progress(checkpoint.step, checkpoint.state["train_seconds"])
     console.warn(
         f"training on from step {checkpoint.step} to {session.config.horizon} (was {was.horizon}): the schedule is a "

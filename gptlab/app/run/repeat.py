@@ -12,7 +12,7 @@ from typing import Any
 from gptlab.app.run.run_request import RunRequest
 from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.load import apply_overrides, config_from_json, flatten
-from gptlab.config.recipes import RECIPES, configure, recorded_arguments
+from gptlab.config.recipes import RECIPES, configure, recorded_arguments, with_changes
 from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
@@ -42,7 +42,7 @@ def repeated_config(request: RunRequest, run: RunDirectory) -> RunConfig:
     request.require_own_arguments(config.recipe)
     if request.depth is not None or request.recipe_arguments:
         config = _from_recipe(config, request, run.sized_for())
-    return apply_overrides(config, request.overrides)
+    return with_changes(config, request.overrides)
 
 
 def _from_recipe(config: RunConfig, request: RunRequest, sized_for: Facts) -> RunConfig:
@@ -62,7 +62,7 @@ def _from_recipe(config: RunConfig, request: RunRequest, sized_for: Facts) -> Ru
     given = recorded_arguments(config)
     before = configure(config.recipe, depth=config.model.n_layer, horizon=horizon, machine=machine, own=given)
     own, of_recipe = flatten(asdict(config)), flatten(asdict(before))
-    changed = {name: value for name, value in own.items() if value != of_recipe[name]}
+    differs = {name: value for name, value in own.items() if value != of_recipe[name]}
     after = configure(
         config.recipe,
         depth=config.model.n_layer if request.depth is None else request.depth,
@@ -70,7 +70,7 @@ def _from_recipe(config: RunConfig, request: RunRequest, sized_for: Facts) -> Ru
         machine=machine,
         own=given | dict(request.recipe_arguments),
     )
-    return apply_overrides(after, changed)
+    return apply_overrides(after, differs)
 
 
 def what_differs(

@@ -17,7 +17,7 @@ from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, req
 from gptlab.config.foreign_names import answer, config_file_answer
 from gptlab.config.length import HORIZONS, LENGTH_FIELDS, replaced_lengths, with_length_fields
 from gptlab.config.load import apply_overrides, checked_value, differences, flatten, leaf_fields, rebuild, unknown_field
-from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments
+from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments, with_changes
 from gptlab.config.run import Compile, DType, Horizon, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import listed_sources, load_toml
@@ -186,8 +186,9 @@ class RunRequest:
 
     def with_length(self, stored: RunConfig) -> RunConfig:
         """A stored run's configuration with the requested length."""
-        asked = {name: value for name, value in self.overrides.items() if name.startswith("horizon.")}
-        return apply_overrides(stored, asked)
+        return with_changes(
+            stored, {name: value for name, value in self.overrides.items() if name.startswith("horizon.")}
+        )
 
     def disagreements(self, stored: RunConfig) -> list[str]:
         """Where the request differs from a stored run, one line a field; the run's folder does not count."""

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any, get_type_hints
 
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.load import checked_value
+from gptlab.config.load import apply_overrides, checked_value
 from gptlab.config.recipes.autoresearch import autoresearch, autoresearch_tiny
 from gptlab.config.recipes.nanochat import FULL, NanochatArguments, nanochat, nanochat_tiny
 from gptlab.config.recipes.nanogpt import (
@@ -98,6 +98,21 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
         except (KeyError, ValueError):
             raise UserError(f"recipe_arguments: {text!r} is no argument of {config.recipe}") from None
     return found
+
+
+def with_changes(config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
+    """`config` with other values, {dotted field: value}. With another length, what it has of its recipe's schedule
+    becomes what the recipe has for that length: some count a phase in steps."""
+    found = apply_overrides(config, asked)
+    if found.horizon == config.horizon or config.recipe not in RECIPES:
+        return found
+    lengths = (replace(run.horizon, until_val_loss=None) for run in (config, found))
+    before, after = (
+        asdict(configure(config.recipe, depth=config.model.n_layer, horizon=length).schedule) for length in lengths
+    )
+    own = asdict(config.schedule)
+    follow = {n: after[n] for n, value in before.items() if own[n] == value and f"schedule.{n}" not in asked}
+    return replace(found, schedule=replace(found.schedule, **follow))
 
 
 OWN_TYPES: dict[str, Any] = get_type_hints(NanochatArguments)

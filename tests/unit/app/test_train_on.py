@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from tiny_runs import arguments, command, differences, lines_of, outcome, train
 
+from gptlab.app.run.run_request import RunRequest
 from gptlab.config.errors import UserError
+from gptlab.config.recipes import configure
+from gptlab.config.run import Horizon
 from gptlab.lab.experiments.runs import drop_moments
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 
@@ -37,6 +41,33 @@ def test_it_is_the_longer_run_bit_for_bit_where_the_schedule_allows(folder: Path
     code, out, _ = command(["train", "--resume", folder / "short"])
     assert code == 0
     assert f"is finished; to train it on: gptlab train --resume {folder / 'short'} --steps 20" in out
+
+
+@pytest.mark.parametrize(
+    ("recipe", "phase", "steps"),
+    [("nanogpt/shakespeare-char-cpu", "warmup_fraction", 101), ("speedrun/muon-2024-10", "warmdown_fraction", 1800)],
+)
+def test_a_phase_that_its_recipe_counts_in_steps_keeps_their_number(recipe: str, phase: str, steps: int) -> None:
+    run = configure(recipe, horizon=Horizon(amount=2 * steps, unit="steps"))
+    request = RunRequest(overrides={"horizon.amount": 8.0 * steps, "horizon.unit": "steps"})
+    assert getattr(request.with_length(run).schedule, phase) == 1 / 8
+    changed = replace(run, schedule=replace(run.schedule, **{phase: 0.25}))
+    assert request.with_length(changed).schedule == changed.schedule
+
+
+def test_the_schedule_of_the_new_length_is_recorded(folder: Path) -> None:
+    size = {"model.n_layer": 1, "model.n_embd": 32, "model.n_head": 1, "model.seq_len": 16, "batch.total_tokens": 64}
+    fields = size | {"batch.micro_sequences": 4, "data.source": folder / "corpus", "eval.tokens": 64, "steps": 101}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in fields.items()]
+    run = folder / "nanogpt"
+    start = ["train", "nanogpt/shakespeare-char-cpu", *words, "--eval.train-tokens=none", f"--run-dir={run}"]
+    assert command(start)[0] == 0
+    assert command(["train", "--resume", run, "--steps", "104"])[0] == 0
+    (change,) = json.loads((run / "run.json").read_text())["config_changes"]
+    assert change["fields"] == {"horizon.amount": [101.0, 104.0], "schedule.warmup_fraction": [1.0, 101 / 104]}
+    assert command(["train", "--resume", run])[0] == 0
+    assert command(["train", "--from", run, "--steps", "202", "--eval.only", "--run-dir", folder / "again"])[0] == 0
+    assert json.loads((folder / "again" / "config.json").read_text())["schedule"]["warmup_fraction"] == 0.5
 
 
 def test_what_is_no_longer_is_refused(folder: Path) -> None:
