@@ -308,6 +308,9 @@ def _full_names(given: Mapping[str, Any]) -> dict[str, Any]:
     fields, values = leaf_fields(RunConfig), {name: value for name, value in given.items() if name not in ALIASES}
     for name, field_name in ALIASES.items():
         if name in given and (given[name] is not None or bare(fields[field_name])[1]):
+            if field_name in given:
+                names = " and ".join(f"--{one.replace('_', '-')}" for one in (name, field_name))
+                raise UserError(f"{names} are one field: give one of them")
             values[field_name] = given[name]
     return values
 

@@ -298,6 +298,7 @@ class TestRunRequest:
             ("--steps 2.5", "steps = '2.5': must be a whole number"),
             ("--minutes 3 --steps 5", "--minutes and --steps both say how long to train"),
             ("--tokens-per-param 3 --flops 5", "--flops and --tokens-per-param both say"),
+            ("--runtime.dtype bfloat16 --dtype float32", "--dtype and --runtime.dtype are one field: give one of them"),
             ("smal", "'smal' is neither a recipe nor a .toml file: did you mean small?"),
             ("zzz", "there are quickstart, small"),
             ("small more", "'more' is one word too many"),
