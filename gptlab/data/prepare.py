@@ -85,21 +85,21 @@ def prepare(data: DataConfig, tokenizer: TokenizerConfig, *, console: Console | 
     train, val = (
         TokenSplit.open(folder, side, n_shards=counts[side]["shards"], n_bytes=counts[side]["bytes"]) for side in SIDES
     )
-    if _is_uneven(corpus.how, data.val_fraction, train.n_bytes, val.n_bytes):
-        total = train.n_bytes + val.n_bytes
-        console.warn(
-            f"{val.n_bytes:,} of the {total:,} bytes of {corpus.name} validate, where data.val_fraction is "
-            f"{data.val_fraction:g}: hash holds out whole documents, and these are few; {TAIL_INSTEAD}"
-        )
+    if corpus.how.startswith("hash "):
+        _warn_if_uneven(corpus.name, data.val_fraction, train.n_bytes, val.n_bytes, console)
     return PreparedData(folder, encoder, train, val, fingerprint, corpus.split, statistics)
 
 
-def _is_uneven(how: str, val_fraction: float, train_bytes: int, val_bytes: int) -> bool:
-    """Whether a corpus divided by hash validates on far less or more than `val_fraction` of it. A quarter is not much
-    for a few documents; `val_fraction` itself may be large."""
-    share = val_bytes / (train_bytes + val_bytes)
+def _warn_if_uneven(name: str, val_fraction: float, train_bytes: int, val_bytes: int, console: Console) -> None:
+    """Warn where a corpus divided by hash validates on far less or more than `val_fraction` of it. A quarter is not
+    much for a few documents; `val_fraction` itself may be large."""
+    total = train_bytes + val_bytes
     most = max(0.25, min(5 * val_fraction, (1 + val_fraction) / 2))
-    return how.startswith("hash ") and not val_fraction / 10 <= share <= most
+    if not val_fraction / 10 <= val_bytes / total <= most:
+        console.warn(
+            f"{val_bytes:,} of the {total:,} bytes of {name} validate, where data.val_fraction is {val_fraction:g}: "
+            f"hash holds out whole documents, and these are few; {TAIL_INSTEAD}"
+        )
 
 
 def _divided_document(name: str, val_fraction: float) -> str:

@@ -309,14 +309,8 @@ def build_state(
 
             apply_change(model, change_model, config.seed, device)
         make = make_optimizer or whole_optimizer
-        if config.parallel.exact_any_world_size:
-            from gptlab.training.parallel.deterministic import Deterministic
-
-            strategy = Deterministic(model, make(model, config), group, micro_batches=config.micro_batches)
-        elif group.size > 1:
-            from gptlab.training.parallel.zero import Zero
-
-            strategy = Zero(model, config, group)
+        if group.size > 1 or config.parallel.exact_any_world_size:
+            strategy = _of_several(model, config, group, make)
         else:
             strategy = Strategy(model, make(model, config), group)
     if config.runtime.fp8 or config.runtime.activation_checkpointing:
@@ -340,6 +334,20 @@ def _replace_passes(model: GPT, runtime: RuntimeConfig) -> None:
 
         for block in model.blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def _of_several(
+    model: GPT, config: RunConfig, group: Group, make_optimizer: Callable[[GPT, RunConfig], CombinedOptimizer]
+) -> Strategy:
+    """The strategy with whole weights on each rank. Where the optimizer is divided among ranks, it is the
+    configuration's."""
+    if config.parallel.exact_any_world_size:
+        from gptlab.training.parallel.deterministic import Deterministic
+
+        return Deterministic(model, make_optimizer(model, config), group, micro_batches=config.micro_batches)
+    from gptlab.training.parallel.zero import Zero
+
+    return Zero(model, config, group)
 
 
 def _fully_sharded(config: RunConfig, group: Group, device: torch.device, compute_dtype: torch.dtype) -> Strategy:

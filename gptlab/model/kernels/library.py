@@ -92,11 +92,21 @@ def load_built(sources: Sequence[Path], flags: Sequence[str]) -> Library:
         folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root(None) / "compile") / "gptlab"
         return _load_intact(folder, stem) or _build(compiler, sources, flags, folder, stem)
     except (OSError, subprocess.SubprocessError, UserError) as error:
-        without = Library(problem=_why_not_built(error, compiler))
-        if isinstance(error, subprocess.CalledProcessError) and _OPENMP in flags:
-            # Apple's clang refuses the option, and others come without the library.
-            without = replace(load_built(sources, [flag for flag in flags if flag != _OPENMP]), problem=without.problem)
-        return without
+        return _without_openmp(error, compiler, sources, flags)
+
+
+def _without_openmp(
+    error: OSError | subprocess.SubprocessError | UserError,
+    compiler: str,
+    sources: Sequence[Path],
+    flags: Sequence[str],
+) -> Library:
+    """The library for one thread, if the compiler failed with OpenMP: Apple's clang refuses the option, and others come
+    without its library. Otherwise none, and why."""
+    without = Library(problem=_why_not_built(error, compiler))
+    if isinstance(error, subprocess.CalledProcessError) and _OPENMP in flags:
+        without = replace(load_built(sources, [flag for flag in flags if flag != _OPENMP]), problem=without.problem)
+    return without
 
 
 def library_stem(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> str:

@@ -174,7 +174,7 @@ def _state_text(state: dict[str, Any]) -> bytes:
     return f"{text}\n".encode()
 
 
-# --- how a folder appears and goes, in atomic steps; format.py lists the names
+# --- how a folder appears and goes, in atomic steps; names.py lists the names
 
 
 def step_of_temporary(path: Path) -> int:
