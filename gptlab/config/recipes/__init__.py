@@ -107,9 +107,7 @@ def with_changes(config: RunConfig, asked: Mapping[str, Any]) -> RunConfig:
     if found.horizon == config.horizon or config.recipe not in RECIPES:
         return found
     lengths = (replace(run.horizon, until_val_loss=None) for run in (config, found))
-    before, after = (
-        asdict(configure(config.recipe, depth=config.model.n_layer, horizon=length).schedule) for length in lengths
-    )
+    before, after = (asdict(configure(config.recipe, horizon=length).schedule) for length in lengths)
     own = asdict(config.schedule)
     follow = {n: after[n] for n, value in before.items() if own[n] == value and f"schedule.{n}" not in asked}
     return replace(found, schedule=replace(found.schedule, **follow))

@@ -7,6 +7,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 from unittest.mock import Mock
 
 import pytest
@@ -14,8 +15,8 @@ from tiny_runs import arguments, command, differences, lines_of, outcome, train
 
 from gptlab.app.run.run_request import RunRequest
 from gptlab.config.errors import UserError
-from gptlab.config.recipes import configure
-from gptlab.config.run import Horizon
+from gptlab.config.recipes import RECIPES, configure
+from gptlab.config.run import Horizon, HorizonUnit
 from gptlab.lab.experiments.runs import drop_moments
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 
@@ -53,6 +54,14 @@ def test_a_phase_that_its_recipe_counts_in_steps_keeps_their_number(recipe: str,
     assert getattr(request.with_length(run).schedule, phase) == 1 / 8
     changed = replace(run, schedule=replace(run.schedule, **{phase: 0.25}))
     assert request.with_length(changed).schedule == changed.schedule
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("unit", get_args(HorizonUnit))
+def test_every_recipe_takes_another_length(recipe: str, unit: HorizonUnit) -> None:
+    run, amount = configure(recipe), {"flops": 1e16, "tokens": 1e9}.get(unit, 500.0)
+    longer = RunRequest(overrides={"horizon.amount": amount, "horizon.unit": unit}).with_length(run)
+    assert longer.schedule == configure(recipe, horizon=Horizon(amount=amount, unit=unit)).schedule
 
 
 def test_the_schedule_of_the_new_length_is_recorded(folder: Path) -> None:
