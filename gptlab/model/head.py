@@ -100,7 +100,7 @@ def _slice(
 
 
 # Compiled once, and run one after the other. From a graph that holds each slice, Inductor computes the logits or their
-# gradients of most slices before it multiplies the first, and compiles a kernel for each: more than twice as long
+# gradients of most slices before it multiplies the first, and compiles a kernel for each, in more than twice the time
 # (docs/LOG.md, 2026-11-27). The C++ wrapper, which it makes for CPUs, cannot hold such a region.
 _slice_compiled_once = torch.compiler.nested_compile_region(_slice) if SLICES_IN_TURN else _slice
 
