@@ -124,8 +124,9 @@ def test_what_a_candidate_prints_at_import_is_no_reply_and_hides_no_error(module
 def test_where_it_hangs_is_in_the_log(tmp_path: Path) -> None:
     package, ignored = Path(gptlab.__file__).parent, shutil.ignore_patterns("__pycache__")
     with (shutil.copytree(package, tmp_path / "gptlab", ignore=ignored) / "config" / "errors.py").open("a") as file:
-        file.write("def hang():\n    __import__('time').sleep(0.2)\n    raise SystemExit\nhang()\n")
-    command = [sys.executable, "-m", "gptlab.app.step_timer", "{}", "0.1"]
+        file.write("def hang():\n    __import__('time').sleep(1.1)\n    raise SystemExit\nhang()\n")
+    # On a busy machine the imports before it took more than a tenth of a second.
+    command = [sys.executable, "-m", "gptlab.app.step_timer", "{}", "1"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, cwd=tmp_path)
     assert b"in hang" in done.stderr
 
