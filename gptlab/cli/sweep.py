@@ -135,6 +135,7 @@ def asked_sweep(request: RunRequest, kind: Kind, vary: Mapping[str, Sequence[Any
     if "run_dir" in request.overrides:
         raise UserError(f"--run-dir: {_NOT_VARIED['run_dir']}")
     replaced = replaced_lengths({name: values[0] for name, values in vary.items()})  # of a TOML file
+    replaced |= {"model.n_layer"} if "depth" in vary else set()
     base = {name: value for name, value in base_values(request).items() if name not in replaced}
     first = base.pop("seed") if "seed" in base else config_of(base).seed
     fields = "-".join(field.rpartition(".")[2] for field in vary) if kind == "sweep" else ""

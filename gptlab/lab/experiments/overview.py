@@ -13,7 +13,7 @@ from typing import Any
 
 from gptlab.config.errors import UserError, one_line
 from gptlab.lab.experiments.folder import Lab
-from gptlab.lab.experiments.ledger import NOTHING, SECOND_SIZE, VERDICTS, Experiment, all_fields, baseline_of
+from gptlab.lab.experiments.ledger import SECOND_SIZE, VERDICTS, Experiment, all_fields, baseline_of
 from gptlab.lab.experiments.proposal import code_of
 from gptlab.runtime.files.plain_file import write_text_atomic
 
@@ -27,7 +27,7 @@ TSV_HEADER = "commit\tval_bpb\tmemory_gb\tstatus\tdescription"
 
 def is_proposal(one: Experiment) -> bool:
     """Whether somebody proposed it: not the baseline, the edit that measures the noise, or a second size."""
-    return one.number > 0 and one.why != NOTHING and one.by != SECOND_SIZE
+    return one.number > 1 and one.by != SECOND_SIZE
 
 
 def proposals(experiments: Experiments) -> list[Experiment]:

@@ -88,7 +88,7 @@ def _distribution(name: str, fields: Mapping[str, Any], entry: Any) -> BaseDistr
     shape = {"log": False, "step": 1 if kind is int else None} | {key: entry[key] for key in RANGE[2:] if key in entry}
     try:
         return (IntDistribution if kind is int else FloatDistribution)(**ends, **shape)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:  # also a step of 0.5 for whole numbers
         raise ConfigError(name, entry, one_line(error)) from None
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gptlab.config.errors import UserError
-from gptlab.lab.experiments.ledger import Ledger, all_fields, baseline_of
+from gptlab.lab.experiments.ledger import Experiment, Ledger, all_fields, baseline_of
+from gptlab.lab.experiments.overview import proposals
 
 
 def propose(ledger: Ledger, number: int, *, against: int = 0, **fields: object) -> None:
@@ -114,3 +115,9 @@ def test_fields_add_up_along_the_baselines(tmp_path: Path) -> None:
     assert baseline_of(experiments).number == 3
     assert all_fields(experiments[5], experiments) == {"a": 1, "b": 2, "d": 4}
     assert all_fields(experiments[4], experiments) == {"a": 1, "b": 1, "c": 9}
+
+
+def test_a_proposal_counts_whatever_reason_it_gives() -> None:
+    """The baseline and the edit of nothing are the first two."""
+    experiments = {number: Experiment(number, why="nothing") for number in range(4)}
+    assert [one.number for one in proposals(experiments)] == [2, 3]

@@ -133,6 +133,7 @@ def test_points_that_fit_together_only(lab: Lab, tmp_path: Path) -> None:
         ("seed = [1, 2]", "seed cannot be changed: both sides share it"),
         ('"optim.muon.lr" = {low = 0.1}', r"must be a list of choices, or for a number \{low = A, high = B\}"),
         ('"optim.muon.lr" = {low = 0.1, high = 0.05}', "low must be less than high"),
+        ("depth = {low = 1, high = 4, step = 0.5}", "depth = "),
         ('"optim.muon.lr" = {low = 0.0, high = 0.05, log = true}', "low"),
         ('"optim.muon.lr" = 0.1', "must be a list of choices"),
         ('"model.n_layer" = {low = 1.5, high = 3}', "must be a whole number"),

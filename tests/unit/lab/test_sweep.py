@@ -144,6 +144,13 @@ class TestVary:
         lengths = [config_of({**sweep.base, **run.changes}).horizon.amount for run in sweep.runs]
         assert lengths[0] / lengths[1] == 5 / 9
 
+    def test_a_depth_replaces_the_layers_of_a_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "base.toml"
+        file.write_text('recipe = "quickstart"\nsteps = 20\n[model]\nn_layer = 1')
+        request = read_request([str(file)], SweepArguments, prog="", description="")
+        sweep = asked_sweep(request, "sweep", read_vary(["depth=2,3"]), 1)
+        assert [config_of({**sweep.base, **run.changes}).model.n_layer for run in sweep.runs] == [2, 3]
+
     @pytest.mark.parametrize(
         ("text", "problem"),
         [
