@@ -101,7 +101,7 @@ def _open_standard_streams() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit code. A UserError becomes one line on stderr and exit code 2."""
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"  # a RANK alone is another program's
     try:
         with paths_of_the_user(), nullcontext() if rank == "0" else _silent():
             try:

@@ -239,6 +239,17 @@ def test_help_on_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "allows. --bench-steps" in pages[0], "a text is one paragraph"
 
 
+@pytest.mark.parametrize(("variables", "prints"), [({"RANK": "1"}, True), ({"RANK": "1", "WORLD_SIZE": "2"}, False)])
+def test_only_one_of_several_processes_is_silent(
+    variables: dict[str, str], prints: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another program may have left a RANK behind."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--version"]) == 0
+    assert bool(capsys.readouterr().out) == prints
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"gptlab {gptlab.__version__}\n"
