@@ -130,6 +130,11 @@ MUTATIONS = [
         ["test_trial.py::test_nothing_is_tried_before_the_baseline_is_measured"],
     ),
     Mutation(
+        "a depth that is tried keeps the layers of what was kept", "lab/experiments/ledger.py",
+        '    if "depth" in experiment.fields:\n', "    if False:\n",
+        ["test_ledger.py::test_a_depth_replaces_the_layers_that_were_kept"],
+    ),
+    Mutation(
         "results.tsv judges what is in flight", "lab/experiments/overview.py",
         "[one for one in proposals(experiments) if one.verdict is not None]", "proposals(experiments)",
         ["test_trial.py::test_results_in_autoresearchs_columns"],

@@ -180,7 +180,10 @@ def baseline_of(experiments: Mapping[int, Experiment]) -> Experiment:
 
 
 def all_fields(experiment: Experiment, experiments: Mapping[int, Experiment]) -> dict[str, Any]:
-    """The experiment's fields on top of those of every baseline before it."""
+    """The experiment's fields on top of those of every baseline before it. A depth replaces the layers of those."""
     if experiment.number == 0:
         return dict(experiment.fields)
-    return all_fields(experiments[experiment.against], experiments) | dict(experiment.fields)
+    before = all_fields(experiments[experiment.against], experiments)
+    if "depth" in experiment.fields:
+        before.pop("model.n_layer", None)
+    return before | dict(experiment.fields)

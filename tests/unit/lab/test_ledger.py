@@ -117,6 +117,18 @@ def test_fields_add_up_along_the_baselines(tmp_path: Path) -> None:
     assert all_fields(experiments[4], experiments) == {"a": 1, "b": 1, "c": 9}
 
 
+def test_a_depth_replaces_the_layers_that_were_kept(tmp_path: Path) -> None:
+    """They are a field, which would win over what the recipe makes of the depth."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    propose(ledger, 0)
+    propose(ledger, 2, **{"model.n_layer": 5, "optim.grad_clip": 1.0})
+    propose(ledger, 3, against=2, depth=3)
+    propose(ledger, 4, against=3, **{"model.n_layer": 4})
+    experiments = ledger.experiments()
+    assert all_fields(experiments[3], experiments) == {"optim.grad_clip": 1.0, "depth": 3}
+    assert all_fields(experiments[4], experiments) == {"optim.grad_clip": 1.0, "depth": 3, "model.n_layer": 4}
+
+
 def test_a_proposal_counts_whatever_reason_it_gives() -> None:
     """The baseline and the edit of nothing are the first two."""
     experiments = {number: Experiment(number, why="nothing") for number in range(4)}
