@@ -122,13 +122,11 @@ def require_comparable(sides: Sides) -> None:
         for run in runs:
             if side_of.setdefault(_identity(run), side) != side:
                 raise UserError(f"{run.path} is on two sides, {side_of[_identity(run)]} and {side}")
-    first, *others = _all(sides)
-    for run in (first, *others):
+    for run in _all(sides):
         if not run.has_result:
             raise UserError(f"{run.path} has no validation to compare (its status is {run.status})")
-    for run in others:
-        if reason := other_text(first, run):
-            raise UserError(f"{first.path} and {run.path} cannot be compared: {reason}")
+    for one, other, reason in other_texts(_all(sides)):
+        raise UserError(f"{one.path} and {other.path} cannot be compared: {reason}")
 
 
 def _identity(run: RunRecord) -> str:
@@ -138,7 +136,15 @@ def _identity(run: RunRecord) -> str:
     return str(run.path.resolve())
 
 
-def other_text(a: RunRecord, b: RunRecord) -> str | None:
+def other_texts(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, RunRecord, str]]:
+    """Each two runs that may have validated on different text, and why. What explains that the data of a third differs
+    from both of theirs does not explain a difference between these two."""
+    for a, b in itertools.combinations(runs, 2):
+        if reason := _other_text(a, b):
+            yield a, b, reason
+
+
+def _other_text(a: RunRecord, b: RunRecord) -> str | None:
     """Why two runs may have validated on different text; None where they have not."""
     tokens = [run.fields.get("eval.tokens") for run in (a, b)]
     if tokens[0] != tokens[1]:

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from gptlab.lab.run_record import NOT_COMPARED
-from gptlab.lab.sides import other_text, what_was_trained
+from gptlab.lab.sides import other_texts, what_was_trained
 from gptlab.report.run_facts import RunFacts, Sample, plain
 
 MAX_LABEL_CHARACTERS = 80
@@ -39,7 +39,7 @@ class Overlay:
         known = [(_bpb(run), name, run.record) for name, _, run in self.labeled() if math.isfinite(_bpb(run))]
         if not known:
             return f"{text}."
-        if reason := next(filter(None, (other_text(known[0][2], record) for *_, record in known[1:])), None):
+        for *_, reason in other_texts([record for *_, record in known]):
             return f"{text}, whose bits per byte cannot be compared: {plain(reason)}."
         bpb, name = min((bpb, name) for bpb, name, _ in known)
         return f"{text}; the lowest bits per byte are {bpb:.4f}, of {name}."

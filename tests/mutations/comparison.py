@@ -92,6 +92,12 @@ MUTATIONS = [
         ["test_sides.py::TestComparable::test_other_text"],
     ),
     Mutation(
+        "runs are compared with the first one's text alone", "lab/sides.py",
+        "in itertools.combinations(runs, 2):", "in ((runs[0], run) for run in runs[1:]):",
+        ["test_sides.py::TestComparable::test_a_first_run_that_could_be_compared_with_both",
+         "test_report_pages.py::TestOverlay::test_a_first_run_that_does_not_say_its_data_hides_no_other_text"],
+    ),
+    Mutation(
         "a copy that trained on is the run that was copied", "lab/sides.py",
         '[run_id, what_was_trained(run), run.curve.at["steps"][-1:].tolist()]', "run_id",
         ["test_sides.py::TestComparable::test_a_copy_that_trained_on_is_another_run"],

@@ -179,6 +179,18 @@ class TestComparable:
             with pytest.raises(UserError, match=r"their validation text differs: data\.val_source is"):
                 require_comparable(order)
 
+    def test_a_first_run_that_could_be_compared_with_both(self, tmp_path: Path) -> None:
+        """Its tokenizer explains other data, to each of the others; nothing explains it between these."""
+        first = run(tmp_path / "a", A)
+        second, third = (
+            run(tmp_path / name, OTHER_TOKENIZER | {"data_fingerprint": name * 24}, tokenizer__vocab_size=512)
+            for name in "bc"
+        )
+        for other in (second, third):
+            require_comparable({"A": [first], "B": [other]})
+        with pytest.raises(UserError, match=r"b and .*c cannot be compared: no field explains"):
+            require_comparable({"A": [first], "B": [second], "C": [third]})
+
     def test_a_run_on_two_sides(self, tmp_path: Path) -> None:
         one = run(tmp_path / "a")
         shutil.copytree(tmp_path / "a", tmp_path / "copy")

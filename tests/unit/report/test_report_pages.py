@@ -322,6 +322,12 @@ class TestOverlay:
         said = Overlay([read_facts(paths[0]), read_facts(less)]).sentence()
         assert ": they validated on different amounts of text: eval.tokens is" in said
 
+    def test_a_first_run_that_does_not_say_its_data_hides_no_other_text(self, tmp_path: Path) -> None:
+        paths = [write_run(tmp_path / name, [4.0, 3.0], data_fingerprint=name * 24) for name in "abc"]
+        change(paths[0] / "run.json", data_fingerprint=None)
+        said = Overlay([*map(read_facts, paths)]).sentence()
+        assert ", whose bits per byte cannot be compared: no field explains why their data differs" in said
+
     def test_a_configuration_names_its_fields_unambiguously(self, tmp_path: Path) -> None:
         for number in (1, 2):
             rates = {"optim__muon__lr": 0.01 * number, "optim__embedding__lr": 0.1 * number}
