@@ -135,6 +135,11 @@ MUTATIONS = [
         ["test_ledger.py::test_a_depth_replaces_the_layers_that_were_kept"],
     ),
     Mutation(
+        "the training text of a lab is measured as if it validated", "app/run/loaded_run.py",
+        "if has_stand_in(config.data):", "if False:",
+        ["test_cli_eval_sample.py::TestEval::test_the_training_text_of_a_lab_is_not_measured_as_if_it_validated"],
+    ),
+    Mutation(
         "results.tsv judges what is in flight", "lab/experiments/overview.py",
         "[one for one in proposals(experiments) if one.verdict is not None]", "proposals(experiments)",
         ["test_trial.py::test_results_in_autoresearchs_columns"],

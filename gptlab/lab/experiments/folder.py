@@ -27,7 +27,7 @@ import numpy as np
 import gptlab
 from gptlab.config.errors import UserError, cannot
 from gptlab.config.load import apply_overrides, config_from_json, config_to_json, flatten
-from gptlab.config.run import CheckpointConfig, EvalConfig, RunConfig, SampleConfig
+from gptlab.config.run import CheckpointConfig, DataConfig, EvalConfig, RunConfig, SampleConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.prepare import PreparedData
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -196,6 +196,11 @@ def _only_training(config: RunConfig) -> RunConfig:
         sample=SampleConfig(),
         checkpoint=CheckpointConfig(every_seconds=60.0, keep_last=1, keep_best=False),
     )
+
+
+def has_stand_in(data: DataConfig) -> bool:
+    """Whether the corpus is a lab's (`Lab.places`), in which training text stands in for what validates."""
+    return any(Path(source, "../../lab.json").is_file() for source in data.source)
 
 
 def _write_training_tokens(data: PreparedData, folder: Path) -> None:

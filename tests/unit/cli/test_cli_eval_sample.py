@@ -174,6 +174,18 @@ class TestEval:
         told = f"the corpus {run.corpus}, validated on {tmp_path / 'other.txt'}, is not what it was"
         assert told in capsys.readouterr().err
 
+    def test_the_training_text_of_a_lab_is_not_measured_as_if_it_validated(
+        self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tokens = tmp_path / "lab" / "data" / "tokens"
+        tokens.mkdir(parents=True)
+        (tmp_path / "lab" / "lab.json").touch()
+        data = replace(run.config.data, source=(str(tokens),))
+        (run.path / "config.json").write_text(json.dumps(config_to_json(replace(run.config, data=data))))
+        says = "is a lab's run: `gptlab lab show` has its bits per byte"
+        assert says in refusal(capsys, "eval", run.path)
+        assert "val_bpb" in printed(capsys, "eval", run.path, "--data", run.corpus)
+
     def test_a_damaged_run_json_ends_nothing(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         whole = printed(capsys, "eval", run.path)
         (run.path / "run.json").write_text("{")

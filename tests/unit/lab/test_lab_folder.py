@@ -12,7 +12,7 @@ from tiny_runs import make_config
 
 from gptlab.config.errors import UserError
 from gptlab.data.prepare import PreparedData, prepare
-from gptlab.lab.experiments.folder import Lab
+from gptlab.lab.experiments.folder import Lab, has_stand_in
 from gptlab.lab.run_list import list_runs
 
 
@@ -77,6 +77,12 @@ def test_no_lab(tmp_path: Path) -> None:
     (tmp_path / "lab.json").write_text('{"name": "x", "colour": "red"}')
     with pytest.raises(UserError, match=r"lab\.json cannot be used"):
         Lab.open(tmp_path)
+
+
+def test_a_corpus_whose_validation_text_is_training_text(lab: Lab, tmp_path: Path) -> None:
+    config = lab.run_config(1, 257)
+    assert has_stand_in(config.data)
+    assert not has_stand_in(replace(config.data, source=("stdlib", str(tmp_path / "corpus"))))
 
 
 def test_its_baseline_is_a_configuration_and_no_run(lab: Lab) -> None:
