@@ -140,6 +140,11 @@ MUTATIONS = [
         ["test_cli_eval_sample.py::TestEval::test_the_training_text_of_a_lab_is_not_measured_as_if_it_validated"],
     ),
     Mutation(
+        "the command for the best of a lab trains on other text", "lab/experiments/overview.py",
+        "words_of({**lab.settings.corpus, **all_fields(now, experiments)})", "words_of(all_fields(now, experiments))",
+        ["test_new_lab.py::test_the_command_for_the_best_trains_on_its_text_from_any_folder"],
+    ),
+    Mutation(
         "results.tsv judges what is in flight", "lab/experiments/overview.py",
         "[one for one in proposals(experiments) if one.verdict is not None]", "proposals(experiments)",
         ["test_trial.py::test_results_in_autoresearchs_columns"],

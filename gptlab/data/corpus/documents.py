@@ -246,6 +246,12 @@ def _no_corpus(source: str) -> UserError:
     return NoCorpusError(f"no corpus {source!r}: there is no such file or folder{hint}")
 
 
+def from_anywhere(source: str) -> str:
+    """`source` as it may be given in any folder: a path or a glob is absolute."""
+    is_name = source == STDLIB or named_source(source) is not None
+    return source if is_name else os.path.abspath(os.path.expanduser(source))
+
+
 def is_text_file(source: str) -> bool:
     """Whether `source` can only be text on this machine: no named corpus, and no tokens (`tokens/foreign_files.py`)."""
     return source == STDLIB or (os.path.isfile(os.path.expanduser(source)) and not source.endswith(TOKEN_SUFFIX))

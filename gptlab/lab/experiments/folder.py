@@ -18,7 +18,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from gptlab.config.errors import UserError, cannot
 from gptlab.config.load import apply_overrides, config_from_json, config_to_json, flatten
 from gptlab.config.run import CheckpointConfig, DataConfig, EvalConfig, RunConfig, SampleConfig
 from gptlab.config.scaling import Machine
+from gptlab.data.corpus.documents import from_anywhere
 from gptlab.data.prepare import PreparedData
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.data.tokens.shards import SplitWriter, TokenSplit
@@ -67,6 +68,9 @@ class Settings:
     tokenizer_fingerprint: str = ""
     validation_bytes: Mapping[str, int]
     """UTF-8 bytes of each slice of the validation text."""
+    corpus: Mapping[str, Any] = field(default_factory=dict)
+    """{dotted name: value} of the fields of the corpus, and of the tokenizer's path, that baseline/config.json has not
+    (`_only_training`): with them, its configuration is that of `gptlab lab new`, in any folder."""
     asked: Sequence[str] = ()
     """The words of `gptlab lab new` after the name."""
     version: int = 1
@@ -171,7 +175,7 @@ def create(
         settings = replace(
             settings, code_fingerprint=code_fingerprint(folder / "code" / "gptlab"),
             data_fingerprint=data.fingerprint, tokenizer_fingerprint=data.tokenizer.fingerprint,
-            validation_bytes=validation_bytes,
+            validation_bytes=validation_bytes, corpus=_corpus(config),
         )  # fmt: skip
         baseline = RunDirectory(folder / "baseline")
         baseline.path.mkdir()
@@ -196,6 +200,18 @@ def _only_training(config: RunConfig) -> RunConfig:
         sample=SampleConfig(),
         checkpoint=CheckpointConfig(every_seconds=60.0, keep_last=1, keep_best=False),
     )
+
+
+def _corpus(config: RunConfig) -> dict[str, Any]:
+    data, path = config.data, config.tokenizer.path
+    source, val_source = ([*map(from_anywhere, sources)] for sources in (data.source, data.val_source))
+    values = {
+        "data.source": source, "data.val_source": val_source, "data.hub_files": data.hub_files,
+        "data.cache_dir": data.cache_dir and os.path.abspath(os.path.expanduser(data.cache_dir)),
+        "tokenizer.path": path and os.path.abspath(path),
+    }  # fmt: skip
+    stored = flatten(config_to_json(_only_training(config)))
+    return {name: value for name, value in values.items() if value != stored[name]}
 
 
 def has_stand_in(data: DataConfig) -> bool:

@@ -15,6 +15,7 @@ from gptlab.config.errors import UserError, one_line
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import SECOND_SIZE, VERDICTS, Experiment, all_fields, baseline_of
 from gptlab.lab.experiments.proposal import code_of
+from gptlab.lab.sweep import words_of
 from gptlab.runtime.files.plain_file import write_text_atomic
 
 Experiments = Mapping[int, Experiment]
@@ -174,15 +175,13 @@ def best(lab: Lab) -> dict[str, Any]:
     experiments = lab.require_baseline()
     now = baseline_of(experiments)
     code = code_of(lab, now, experiments)
-    words = ["gptlab", "train", "--from", shlex.quote(str(lab.path / "baseline")), "--steps", str(now.steps)]
+    words = ["gptlab", "train", "--from", str(lab.path / "baseline"), "--steps", str(now.steps)]
     words.append("--eval.at-end")  # which the judge does for the lab's runs
-    for name, value in all_fields(now, experiments).items():
-        values = value if isinstance(value, list | tuple) else [value]
-        words += [f"--{name.replace('_', '-')}", *(shlex.quote(str(one)) for one in values)]
+    words += words_of({**lab.settings.corpus, **all_fields(now, experiments)})
     # -P: a folder that has a gptlab/ of its own, such as a checkout, would be imported before PYTHONPATH.
     python = f"PYTHONPATH={shlex.quote(str(code))} {shlex.quote(sys.executable)} -P -m "
     prefix = "" if code == lab.path / "code" else python
-    return {"experiment": now.number, "bpb": comparable_bpb(now, experiments), "command": prefix + " ".join(words)}
+    return {"experiment": now.number, "bpb": comparable_bpb(now, experiments), "command": prefix + shlex.join(words)}
 
 
 def mentioning(experiments: Experiments, words: Sequence[str]) -> list[Experiment]:

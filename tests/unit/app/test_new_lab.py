@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab_world import formula, quiet
 from tiny_runs import arguments, write_corpus
 
 import gptlab
@@ -14,13 +17,16 @@ from gptlab.app import sizing
 from gptlab.app.new_lab import new_lab
 from gptlab.app.run import micro_batch
 from gptlab.app.run.repeat import repeated_config
-from gptlab.app.run.run_request import RunRequest
+from gptlab.app.run.run_request import RunRequest, TrainArguments
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.lab import NewArguments
 from gptlab.config.errors import UserError
 from gptlab.config.scaling import Machine
+from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.folder import Lab
+from gptlab.lab.experiments.overview import best
 from gptlab.lab.experiments.proposal import changed_files
+from gptlab.lab.experiments.trial import measure_baseline
 from gptlab.runtime.hardware import installed
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -111,6 +117,37 @@ def test_its_run_is_that_of_train(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert asked.config(lambda _: machine).optim.muon.weight_decay == 0.2  # of tiny Shakespeare
     assert lab.baseline_config()["optim.muon.weight_decay"] == 0.6  # many epochs of this text
     assert lab.baseline_config()["batch.micro_sequences"] == 2
+
+
+def test_the_command_for_the_best_trains_on_its_text_from_any_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs of the lab read copies of the tokens and of the tokenizer, and no validation text."""
+    write_corpus(tmp_path / "diary", documents=30)
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        shutil.copytree(folder / "corpus", "corpus")
+        given = ("quickstart", "--depth", "1", "--steps", "5", "--data.val-source", "diary", "--data", "corpus")
+        fields = (
+            "--tokenizer.kind",
+            "byte",
+            "--data.hub-files",
+            "3",
+            "--data.cache-dir",
+            "cache",
+            "--model.seq-len",
+            "32",
+        )
+        words = [*given, *fields]
+        asked = read_request(words, NewArguments, prog="gptlab lab new", description="")
+        lab = new_lab(tmp_path / "lab", asked, words, Console(stream=io.StringIO()))
+    with formula():
+        measure_baseline(lab, quiet)
+    command = shlex.split(best(lab)["command"])
+    again = read_request(command[2:], TrainArguments, prog="gptlab train", description="")
+    config = repeated_config(again, RunDirectory(lab.path / "baseline"))
+    assert prepare(config.data, config.tokenizer).fingerprint == lab.settings.data_fingerprint
+    assert (config.data.hub_files, config.data.cache_dir) == (3, str(tmp_path / "cache"))
 
 
 def test_no_lab_for_less_than_a_step(folder: Path) -> None:
