@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -178,7 +179,7 @@ class RunNightArguments:
     experiments: Positive[int] | None = None
     """Stop when the lab has so many experiments, those of earlier nights included."""
     until: str | None = None
-    """Stop after this time: 8h, 30m or 90s. An experiment that has begun is finished."""
+    """Stop after this time: 8h, 30m or 90s. What proposes is ended; an experiment that has begun is finished."""
     agent_minutes: Positive[float] = 30.0
     """The longest that the command may think about one proposal."""
     launcher: Literal["here", "slurm"] = "here"
@@ -202,16 +203,15 @@ def _run(argv: list[str]) -> int:
         raise UserError("who proposes? Give --agent 'COMMAND', or --search SPACE.toml")
     if given.launcher == "slurm":
         return _submit(lab, given)
-    if given.search is None:
-        propose = nobody if given.agent is None else agent(given.agent, 60.0 * given.agent_minutes)
-    else:
+    until = None if given.until is None else time.monotonic() + _seconds(given.until)
+    propose = nobody if given.agent is None else agent(given.agent, 60.0 * given.agent_minutes, until)
+    if given.search is not None:
         from gptlab.lab.workers.search import read_space, search
 
         propose = search(read_space(given.search))
     run_night(
         lab, propose, at_once=given.search is not None, experiments=given.experiments, say=_on_stderr,
-        seconds=None if given.until is None else _seconds(given.until),
-        judged=lambda one: print(answer(one), flush=True),
+        until=until, judged=lambda one: print(answer(one), flush=True),
     )  # fmt: skip
     return 0
 

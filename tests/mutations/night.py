@@ -145,6 +145,11 @@ MUTATIONS = [
         ["test_new_lab.py::test_the_command_for_the_best_trains_on_its_text_from_any_folder"],
     ),
     Mutation(
+        "a command that thinks outlives the end of the night", "lab/workers/night.py",
+        "min(timeout, until - time.monotonic())", "timeout",
+        ["test_trial.py::test_a_command_that_thinks_ends_with_the_night"],
+    ),
+    Mutation(
         "results.tsv judges what is in flight", "lab/experiments/overview.py",
         "[one for one in proposals(experiments) if one.verdict is not None]", "proposals(experiments)",
         ["test_trial.py::test_results_in_autoresearchs_columns"],

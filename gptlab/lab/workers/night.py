@@ -57,12 +57,13 @@ def run_night(
     *,
     at_once: bool = False,
     experiments: int | None = None,
-    seconds: float | None = None,
+    until: float | None = None,
     say: Say,
     judged: Callable[[Experiment], None],
 ) -> None:
-    """Try what `propose` proposes until there are `experiments` in the lab, or `seconds` have passed. What is in flight
-    and held by no other worker, because a night was killed, is finished first. Any number of processes may do this.
+    """Try what `propose` proposes until there are `experiments` in the lab, or time.monotonic() is `until`. What is in
+    flight and held by no other worker, because a night was killed, is finished first. Any number of processes may do
+    this.
 
     Args:
         propose: The next proposal; None ends the night: there is nothing left to try.
@@ -72,7 +73,6 @@ def run_night(
 
     UserError where nothing that can be tried is proposed, five times in a row with `PAUSES` between them.
     """
-    deadline = None if seconds is None else time.monotonic() + seconds
     failures = 0
 
     def finished(number: int) -> bool:
@@ -85,7 +85,7 @@ def run_night(
 
     _remove_leftovers(lab)
     try:
-        while deadline is None or time.monotonic() < deadline:
+        while until is None or time.monotonic() < until:
             if any(finished(number) for number in in_flight(lab)):
                 continue  # There may be more by now.
             if _is_full(lab, experiments):
@@ -101,11 +101,14 @@ def run_night(
                             continue
                         number = submit(lab, proposal)
             except UserError as error:
+                if until is not None and time.monotonic() >= until:
+                    say(f"no proposal: {error}")
+                    break
                 if failures == len(PAUSES):
                     raise UserError(f"nothing to try, {failures + 1} times in a row; the last time: {error}") from None
                 pause, failures = PAUSES[failures], failures + 1
                 say(f"no proposal: {error}; the next attempt is in {pause:.0f} s")
-                time.sleep(pause if deadline is None else max(0.0, min(pause, deadline - time.monotonic())))
+                time.sleep(pause if until is None else max(0.0, min(pause, until - time.monotonic())))
                 continue
             failures = 0
             finished(number)
@@ -135,10 +138,10 @@ def nobody(lab: Lab) -> Proposal | None:
     return None
 
 
-def agent(command: str, timeout: float) -> Propose:
+def agent(command: str, timeout: float, until: float | None = None) -> Propose:
     """What `command` proposes. Its words are split as a shell does; those that name a file here are made absolute,
-    since it runs in another folder. `timeout`: seconds that it may take for one proposal. UserError where there is no
-    such command."""
+    since it runs in another folder. `timeout`: seconds that it may take for one proposal; `until`: time.monotonic() at
+    which it is ended in any case. UserError where there is no such command."""
     words = [os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(command)]
     if not words or shutil.which(words[0]) is None:
         raise UserError(f"--agent {command}: give a command of PATH, or a file here that may be executed")
@@ -153,7 +156,7 @@ def agent(command: str, timeout: float) -> Propose:
         copy_package(base, folder)
         shutil.copyfile(lab.path / "program.md", folder / "program.md")
         write_json_atomic(folder / "state.json", state(lab))
-        _run(words, folder, timeout)
+        _run(words, folder, timeout if until is None else max(0.0, min(timeout, until - time.monotonic())))
         tree = folder if changed_files(base, folder) else None
         proposal = read_proposal(folder / "proposal.json", tree, by=Path(words[0]).name)
         if tree is None and not proposal.fields:

@@ -528,8 +528,16 @@ def test_a_model_that_is_away_for_minutes_does_not_end_the_night(lab: Lab, pause
 
 
 def test_a_pause_ends_with_the_night(lab: Lab, pauses: list[float]) -> None:
-    run_night(lab, no_idea, seconds=30, say=quiet, judged=lambda one: None)
+    run_night(lab, no_idea, until=30, say=quiet, judged=lambda one: None)
     assert pauses == [1, 10, 19]
+
+
+def test_a_command_that_thinks_ends_with_the_night(lab: Lab) -> None:
+    said, until = list[str](), time.monotonic() + 0.1
+    propose = agent("sleep 5", 60.0, until)
+    run_night(lab, propose, until=until, say=said.append, judged=lambda one: None)
+    assert time.monotonic() < until + 2
+    assert said == ["no proposal: the command did not propose anything within 0 s"]
 
 
 def test_results_in_autoresearchs_columns(lab: Lab) -> None:
