@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gptlab.app.run.run_request import DEFAULT_RECIPE, RunRequest
 from gptlab.app.sizing import sized
@@ -14,6 +16,7 @@ from gptlab.config.run import LogConfig
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.folder import Lab, Settings, create
 from gptlab.lab.judge.audits import MIN_ROWS
+from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.processes.distributed import World
 from gptlab.runtime.records.console import Console
 
@@ -27,7 +30,7 @@ _FIXED = {
 
 def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Console) -> Lab:
     """A lab in `path` for the run that is requested, by the words `asked`; nothing is trained yet. If there is one that
-    was made by the same words, that one. `request.options`: seeds, at.
+    was made by the same words, with the same values in a TOML file, that one. `request.options`: seeds, at.
 
     UserError where the run, its data or the folder cannot be used.
     """
@@ -36,6 +39,12 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
         if asked and list(asked) != list(lab.settings.asked):
             made_by = shlex.join([str(path), *lab.settings.asked])
             raise UserError(f"{path} is a lab already, made by `gptlab lab new {made_by}`")
+        given, was = _given(request), lab.settings.given
+        if asked and (changed := [name for name in {**was, **given} if given.get(name) != was.get(name)]):
+            raise UserError(
+                f"the TOML file of {path} was edited after `gptlab lab new` ({', '.join(changed)}): undo that, or make "
+                "another lab of it"
+            )
         return lab
     for field, instead in _FIXED.items():
         if field in request.overrides:
@@ -58,6 +67,7 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
         seeds=request.options.get("seeds", 3),
         validation_bytes={},
         asked=tuple(asked),
+        given=_given(request),
     )
     data = prepare(config.data, config.tokenizer, console=console)
     rows = -(-(data.val.n_tokens // 2) // config.model.seq_len)
@@ -67,3 +77,9 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
             f"{MIN_ROWS}: hold out more with --data.val-fraction, or give --data.val-source"
         )
     return create(path, config, data, settings, measured[-1] if measured else None)
+
+
+def _given(request: RunRequest) -> dict[str, Any]:
+    """{name: value} of all that was asked for, as lab.json keeps it."""
+    values: dict[str, Any] = json.loads(to_json({"recipe": request.recipe, **request.given}))
+    return values

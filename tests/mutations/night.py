@@ -150,6 +150,11 @@ MUTATIONS = [
         ["test_trial.py::test_a_command_that_thinks_ends_with_the_night"],
     ),
     Mutation(
+        "a lab continues as if its TOML file had not been edited", "app/new_lab.py",
+        "if given.get(name) != was.get(name)]", "if False]",
+        ["test_new_lab.py::test_a_file_that_was_edited_makes_no_lab_that_is_there"],
+    ),
+    Mutation(
         "results.tsv judges what is in flight", "lab/experiments/overview.py",
         "[one for one in proposals(experiments) if one.verdict is not None]", "proposals(experiments)",
         ["test_trial.py::test_results_in_autoresearchs_columns"],

@@ -73,6 +73,8 @@ class Settings:
     (`_only_training`): with them, its configuration is that of `gptlab lab new`, in any folder."""
     asked: Sequence[str] = ()
     """The words of `gptlab lab new` after the name."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """{name: value} of what these words said, with what a TOML file among them did."""
     version: int = 1
 
     @property

@@ -168,6 +168,26 @@ def test_the_same_words_again_are_the_same_lab(folder: Path) -> None:
         make(folder, "lab", "--steps", 6)
 
 
+def test_a_file_that_was_edited_makes_no_lab_that_is_there(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    asked = ("--tokenizer.kind", "byte", "--depth", "1", "--steps", "5")
+
+    def made(text: str) -> Lab:
+        file.write_text(text)
+        return new_lab(tmp_path / "lab", *request(folder, str(file), *asked), Console(stream=io.StringIO()))
+
+    text = 'recipe = "quickstart"\n[optim.muon]\nlr = 0.03\n'
+    one = made(text)
+    assert made(text + "# a comment\n") == one
+    for edited, names in (
+        (text.replace("0.03", "0.04"), "optim.muon.lr"),
+        (text.replace("quickstart", "shakespeare-char"), "recipe"),
+        (text + "weight_decay = 0.1\n", "optim.muon.weight_decay"),
+    ):
+        with pytest.raises(UserError, match=rf"lab was edited after `gptlab lab new` \({names}\): undo that"):
+            made(edited)
+
+
 def test_no_lab_whose_runs_the_judge_would_refuse(folder: Path) -> None:
     with pytest.raises(UserError, match=r"has \d rows of 512 tokens, and the judge needs 16: hold out .*val-fraction"):
         make(folder, "few", "--steps", 5, "--model.seq-len", 512, "--batch.total-tokens", 2048)
