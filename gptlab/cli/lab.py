@@ -208,7 +208,7 @@ def _run(argv: list[str]) -> int:
     if given.search is not None:
         from gptlab.lab.workers.search import read_space, search
 
-        propose = search(read_space(given.search))
+        propose = search(read_space(given.search), _on_stderr)
     run_night(
         lab, propose, at_once=given.search is not None, experiments=given.experiments, say=_on_stderr,
         until=until, judged=lambda one: print(answer(one), flush=True),

@@ -155,6 +155,16 @@ MUTATIONS = [
         ["test_new_lab.py::test_a_file_that_was_edited_makes_no_lab_that_is_there"],
     ),
     Mutation(
+        "a space in which few points are possible counts as searched", "lab/workers/search.py",
+        "MAX_DRAWS = 2_000", "MAX_DRAWS = 200",
+        ["test_search.py::test_a_space_of_few_points_that_fit_together"],
+    ),
+    Mutation(
+        "a space in which no point is possible counts as searched", "lab/workers/search.py",
+        "    if not possible:\n", "    if False:\n",
+        ["test_search.py::test_a_space_in_which_nothing_fits_together_is_not_searched_but_wrong"],
+    ),
+    Mutation(
         "results.tsv judges what is in flight", "lab/experiments/overview.py",
         "[one for one in proposals(experiments) if one.verdict is not None]", "proposals(experiments)",
         ["test_trial.py::test_results_in_autoresearchs_columns"],

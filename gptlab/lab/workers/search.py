@@ -37,8 +37,11 @@ NAME = "search trial"
 SEED = 1
 DIGITS = 4
 """Significant digits of a proposed number: rates closer to each other cannot be told apart, and people read them."""
-MAX_DRAWS = 200
-"""Points that were tried, or are impossible, in a row, after which the space counts as searched."""
+MAX_DRAWS = 2_000
+"""Points that were tried, or are impossible, in a row, after which the space counts as searched: a fraction of a
+second. Where one of 300 is left, one search in 500 misses it."""
+TPE_DRAWS = 100
+"""The first of them. The others are random: TPE repeats itself where a space has few points."""
 RANGE = ("low", "high", "log", "step")
 FAILED = ("invalid", "crashed", "timed-out")
 
@@ -100,23 +103,25 @@ def _checked(name: str, fields: Mapping[str, Any], value: Any) -> Any:
     return value
 
 
-def search(space: Space) -> Callable[[Lab], Proposal | None]:
-    """What the search proposes next; None when every point that it finds was tried."""
+def search(space: Space, say: Callable[[str], None]) -> Callable[[Lab], Proposal | None]:
+    """What the search proposes next; None when every point that it finds was tried. `say`: is told where it finds
+    none that could be."""
 
     def propose(lab: Lab) -> Proposal | None:
         experiments = lab.require_baseline()
-        values = _next_point(space, lab, experiments)
+        values = _next_point(space, lab, experiments, say)
         number = 1 + sum(one.by.startswith(NAME) for one in proposals(experiments))
         return None if values is None else Proposal(values, by=f"{NAME} {number}")
 
     return propose
 
 
-def _next_point(space: Space, lab: Lab, experiments: Experiments) -> dict[str, Any] | None:
+def _next_point(space: Space, lab: Lab, experiments: Experiments, say: Callable[[str], None]) -> dict[str, Any] | None:
     import optuna
 
     trials = [*_trials(space, lab, experiments)]
-    tried = [trial.params for trial in trials]
+    tried, possible = [trial.params for trial in trials], 0
+    config = config_from_json(read_json_object(lab.path / "baseline" / "config.json"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # multivariate and constant_liar are experimental in some versions
         # A seed of its own for each proposal: the same ledger gives the same proposal.
@@ -124,13 +129,17 @@ def _next_point(space: Space, lab: Lab, experiments: Experiments) -> dict[str, A
         study = optuna.create_study(sampler=sampler)
         study.add_trials(trials)
         for draw in range(MAX_DRAWS):
-            if draw == MAX_DRAWS // 2:  # TPE repeats itself where a space has few points.
+            if draw == TPE_DRAWS:
                 study.sampler = optuna.samplers.RandomSampler(seed=SEED + len(trials))
             trial = study.ask(dict(space))
             values = {name: _rounded(value, space[name]) for name, value in trial.params.items()}
-            if values not in tried and _is_possible(lab, values):
-                return values
+            if _is_possible(config, values):
+                possible += 1
+                if values not in tried:
+                    return values
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
+    if not possible:
+        say(f"the values of none of {MAX_DRAWS:,} points of the space fit together: narrow its ranges")
     return None
 
 
@@ -171,12 +180,13 @@ def _rounded(value: Any, distribution: BaseDistribution) -> Any:
     return min(max(float(f"{value:.{DIGITS}g}"), low), high)
 
 
-def _is_possible(lab: Lab, values: Mapping[str, Any]) -> bool:
-    """Whether the fields fit together. With another depth the recipe decides, when the run begins."""
+def _is_possible(config: RunConfig, values: Mapping[str, Any]) -> bool:
+    """Whether the fields fit together in the lab's configuration. With another depth the recipe decides, when the run
+    begins."""
     if "depth" in values:
         return True
     try:
-        apply_overrides(config_from_json(read_json_object(lab.path / "baseline" / "config.json")), values)
+        apply_overrides(config, values)
     except ConfigError:
         return False
     return True

@@ -34,13 +34,15 @@ def lab(measured: Path, tmp_path: Path) -> Lab:
     return Lab.open(shutil.copytree(measured, tmp_path / "lab"))
 
 
-def night(lab: Lab, experiments: int, text: str, tmp_path: Path) -> list[Experiment]:
-    """A night of search until there are so many experiments; those that it judged."""
+def night(lab: Lab, experiments: int, text: str, tmp_path: Path, said: list[str] | None = None) -> list[Experiment]:
+    """A night of search until there are so many experiments; those that it judged. `said`: what the search says."""
     path, judged = tmp_path / "space.toml", list[Experiment]()
+    said = [] if said is None else said
     path.write_text(text)
     with formula():
         run_night(
-            lab, search(read_space(path)), at_once=True, experiments=experiments, say=quiet, judged=judged.append
+            lab, search(read_space(path), said.append), at_once=True, experiments=experiments, say=quiet,
+            judged=judged.append,
         )  # fmt: skip
     return judged
 
@@ -125,6 +127,20 @@ def test_points_that_fit_together_only(lab: Lab, tmp_path: Path) -> None:
     assert all(one.fields["model.n_embd"] % 4 == 0 for one in judged)
 
 
+def test_a_space_of_few_points_that_fit_together(lab: Lab, tmp_path: Path) -> None:
+    """One width in 250 is an even multiple of the heads; all the others are drawn in vain."""
+    judged = night(lab, 2, "model.n_embd = {low = 1, high = 1000}\nmodel.n_head = [125]\n", tmp_path)
+    assert [one.fields["model.n_embd"] % 250 for one in judged] == [0, 0]
+
+
+def test_a_space_in_which_nothing_fits_together_is_not_searched_but_wrong(lab: Lab, tmp_path: Path) -> None:
+    said = list[str]()
+    assert night(lab, 3, "model.n_embd = {low = 33, high = 63}\nmodel.n_head = [32]\n", tmp_path, said) == []
+    assert said == ["the values of none of 2,000 points of the space fit together: narrow its ranges"]
+    night(lab, 3, 'model.activation = ["relu2"]\n', tmp_path, said)
+    assert len(said) == 1  # its only point is the baseline
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -168,4 +184,4 @@ def test_without_optuna(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_search_before_the_baseline_is_refused(tmp_path: Path) -> None:
     """`lab new` was stopped before it recorded anything."""
     with pytest.raises(UserError, match="has no baseline yet"):
-        search({})(new_lab(tmp_path))
+        search({}, quiet)(new_lab(tmp_path))
