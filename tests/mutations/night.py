@@ -165,6 +165,11 @@ MUTATIONS = [
         ["test_search.py::test_a_space_in_which_nothing_fits_together_is_not_searched_but_wrong"],
     ),
     Mutation(
+        "a lab's run is said to train on", "app/run/earlier_run.py",
+        " * (not has_stand_in(stored.data))", "",
+        ["test_train_on.py::test_a_run_of_a_lab_has_nothing_to_train_on_with"],
+    ),
+    Mutation(
         "results.tsv judges what is in flight", "lab/experiments/overview.py",
         "[one for one in proposals(experiments) if one.verdict is not None]", "proposals(experiments)",
         ["test_trial.py::test_results_in_autoresearchs_columns"],

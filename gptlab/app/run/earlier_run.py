@@ -1,9 +1,7 @@
 """An earlier run: resumed by `--resume RUN`, or repeated by `--from RUN`.
 
-Of a run that is resumed: its newest intact checkpoint, what must be unchanged, and what is written again.
-
-A finished run may be given a longer length (`--resume RUN --steps MORE`), and any run an earlier checkpoint
-(`--resume-from-step N`).
+Of a run that is resumed: its newest intact checkpoint, what must be unchanged, and what is written again. A finished
+run may be given a longer length (`--resume RUN --steps MORE`), any run an earlier checkpoint (`--resume-from-step N`).
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json, flatten
 from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from gptlab.lab.experiments.folder import has_stand_in
 from gptlab.runtime.files.plain_file import json_sha256, read_json_object
 from gptlab.runtime.hardware.device import resolve_device
 from gptlab.runtime.processes.distributed import Group
@@ -149,7 +148,8 @@ def open_resumed(request: RunRequest, attempt: Attempt) -> EarlierRun | Result:
     finished = _finished_summary(config, run, console) if group.is_main and not trains else None
     if summary := group.broadcast("finished", finished):
         longer = longer_command(run.path, stored, own_parts_of(run.recorded()))
-        console.line(f"{run.path} is finished; to train it on: {longer}")
+        # A lab keeps no optimizer's state, without which the command would be refused.
+        console.line(f"{run.path} is finished" + f"; to train it on: {longer}" * (not has_stand_in(stored.data)))
         show_closing_block(summary, console)
         return Result(0, run.path, summary)
     _require_same_parts(attempt, run, "resume")

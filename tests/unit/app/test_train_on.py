@@ -11,7 +11,7 @@ from typing import get_args
 from unittest.mock import Mock
 
 import pytest
-from tiny_runs import arguments, command, differences, lines_of, outcome, train
+from tiny_runs import arguments, command, differences, lines_of, outcome, train, write_corpus
 
 from gptlab.app.run.run_request import RunRequest
 from gptlab.config.errors import UserError
@@ -95,9 +95,13 @@ def test_what_is_no_longer_is_refused(folder: Path) -> None:
 
 
 def test_a_run_of_a_lab_has_nothing_to_train_on_with(folder: Path) -> None:
-    run = train(folder, "judged", steps=2)
+    tokens = write_corpus(folder / "lab" / "data" / "tokens")
+    (folder / "lab" / "lab.json").touch()
+    run = train(folder, "judged", steps=2, data__source=[tokens])
     drop_moments(run)
     before = (run / "config.json").read_bytes()
+    code, out, _ = command(["train", "--resume", run])
+    assert (code, out.startswith(f"{run} is finished\n")) == (0, True)
     code, _, err = command(["train", "--resume", run, "--steps", "4"])
     assert (code, err.count("\n")) == (2, 1)
     assert f"step-00000002 has no optimizer state, as a lab keeps none: train again with --from {run}, or " in err
