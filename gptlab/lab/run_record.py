@@ -28,6 +28,13 @@ NOT_COMPARED = frozenset({"schema_version", "run_dir", "seed", "log.to", "log.re
 """Fields in which repetitions of one experiment differ; threads, because a run takes fewer on a busy machine."""
 
 
+def fields_compared(fields: Mapping[str, Any], data_fingerprint: object) -> dict[str, Any]:
+    """The fields by which experiments differ. Where the fingerprint of the data is known, it stands for the names of
+    the sources, since a folder has several."""
+    left_out = NOT_COMPARED if data_fingerprint is None else NOT_COMPARED | {"data.source", "data.val_source"}
+    return {name: value for name, value in fields.items() if name not in left_out}
+
+
 @dataclass(frozen=True, slots=True)
 class Curve:
     """The validations of a run, in the order of its steps. Every array has the shape (validations,)."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from gptlab.config.errors import UserError
 from gptlab.config.load import flatten
-from gptlab.lab.run_record import NOT_COMPARED, RunRecord, read_run
+from gptlab.lab.run_record import NOT_COMPARED, RunRecord, fields_compared, read_run
 from gptlab.runtime.records.run_directory import is_run
 
 Sides = Mapping[str, Sequence[RunRecord]]
@@ -217,12 +217,9 @@ def _about_facts(sides: Sides) -> Iterator[str]:
 
 
 def what_was_trained(run: RunRecord) -> dict[str, Any]:
-    """The fields that runs are compared by, what a Python caller replaced, and the fingerprint of the data. Where it is
-    known, it stands for the names of the sources, since a folder has several."""
+    """The fields that runs are compared by, what a Python caller replaced, and the fingerprint of the data."""
     data = run.provenance.get("data_fingerprint")
-    left_out = NOT_COMPARED if data is None else NOT_COMPARED | {"data.source", "data.val_source"}
-    fields = {name: value for name, value in run.fields.items() if name not in left_out}
-    return fields | {"own_parts": _recorded(run, "own_parts"), "data_fingerprint": data}
+    return fields_compared(run.fields, data) | {"own_parts": _recorded(run, "own_parts"), "data_fingerprint": data}
 
 
 def _recorded(run: RunRecord, key: str) -> Any:

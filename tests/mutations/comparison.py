@@ -108,8 +108,9 @@ MUTATIONS = [
         ["test_cli_compare.py::test_runs_without_a_validation_are_left_out_of_folders_and_patterns"],
     ),
     Mutation(
-        "seeds that name one folder in two ways are two sides", "lab/sides.py",
+        "seeds that name one folder in two ways are two sides", "lab/run_record.py",
         'NOT_COMPARED | {"data.source", "data.val_source"}', "NOT_COMPARED",
-        ["test_sides.py::test_data_is_known_by_its_fingerprint_and_else_by_its_name"],
+        ["test_sides.py::test_data_is_known_by_its_fingerprint_and_else_by_its_name",
+         "test_index.py::TestRow::test_seeds_of_one_configuration_have_one_group"],
     ),
 ]  # fmt: skip

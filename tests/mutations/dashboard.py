@@ -27,7 +27,7 @@ MUTATIONS = [
     ),
     Mutation(
         "runs on other data are grouped as seeds of one configuration", "report/dashboard/watched_run.py",
-        'record.get("data_fingerprint")))', "None))",
+        'record.get("own_parts"), data))', 'record.get("own_parts"), None))',
         ["test_index.py::TestRow::test_runs_on_other_data_or_with_own_parts_have_another_group"],
     ),
     Mutation(

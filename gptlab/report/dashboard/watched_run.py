@@ -17,7 +17,7 @@ from gptlab.config.errors import UserError, one_line
 from gptlab.config.load import config_to_json, flatten
 from gptlab.config.run import RunConfig
 from gptlab.lab.run_list import changes_from_recipe
-from gptlab.lab.run_record import NOT_COMPARED, number, reached
+from gptlab.lab.run_record import fields_compared, number, reached
 from gptlab.report.curves import evenly_chosen
 from gptlab.report.dashboard.bounds import Signature, bounded, cut, json_object, require_file, signature
 from gptlab.report.dashboard.tail import Tail
@@ -162,8 +162,8 @@ def _facts(run: RunDirectory, fields: Mapping[str, Any], record: Mapping[str, An
     status, start = record.get("status", "unknown"), record.get("start")
     base = default_fields()
     unusual = {name: value for name, value in fields.items() if name not in base or value != base[name]}
-    compared = [(name, unusual[name]) for name in sorted(unusual) if name not in NOT_COMPARED]
-    trained = repr((compared, record.get("own_parts"), record.get("data_fingerprint")))
+    data = record.get("data_fingerprint")
+    trained = repr((sorted(fields_compared(unusual, data).items()), record.get("own_parts"), data))
     return {
         "status": cut(str(status), 20),
         "start": cut(start, 40) if isinstance(start, str) else None,

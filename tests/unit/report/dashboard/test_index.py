@@ -74,9 +74,9 @@ class TestRow:
 
     def test_seeds_of_one_configuration_have_one_group(self, tmp_path: Path) -> None:
         groups = [
-            row_of(write_run(tmp_path / f"{depth}-{seed}", CURVE, seed=seed, model__n_layer=depth))["group"]
+            row_of(write_run(tmp_path / f"{depth}-{seed}", CURVE, **fields, model__n_layer=depth))["group"]
             for depth in (2, 3)
-            for seed in (0, 1)
+            for seed, fields in enumerate([{"seed": 0}, {"seed": 1, "data__source": ("./a.txt", "b.txt")}])
         ]
         assert [groups.index(group) for group in groups] == [0, 0, 2, 2]
 
