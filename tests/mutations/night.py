@@ -135,8 +135,8 @@ MUTATIONS = [
         ["test_ledger.py::test_a_depth_replaces_the_layers_that_were_kept"],
     ),
     Mutation(
-        "the training text of a lab is measured as if it validated", "app/run/loaded_run.py",
-        "if has_stand_in(config.data):", "if False:",
+        "the training text of a lab is measured as if it validated", "lab/experiments/folder.py",
+        "    if has_stand_in(data):", "    if False:",
         ["test_cli_eval_sample.py::TestEval::test_the_training_text_of_a_lab_is_not_measured_as_if_it_validated"],
     ),
     Mutation(

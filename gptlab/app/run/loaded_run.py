@@ -24,7 +24,7 @@ from gptlab.data.tokens.shards import TokenSplit
 from gptlab.eval.bits_per_byte import Evaluation, evaluate, nats_of, rows_of_pass
 from gptlab.eval.core import CoreResult, encode_tasks, measure_core
 from gptlab.eval.core_tasks import core_folder, find_bundle, read_tasks
-from gptlab.lab.experiments.folder import has_stand_in
+from gptlab.lab.experiments.folder import require_validation_text
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels.ops import missing_kernels, multiply_by
 from gptlab.runtime.files.cache import cache_root
@@ -172,11 +172,7 @@ def evaluate_run(
     text stands in for what validates.
     """
     config = run.config
-    if has_stand_in(config.data):
-        raise UserError(
-            f"{run.directory.path} is a lab's run: `gptlab lab show` has its bits per byte, on validation text "
-            "that its judge keeps; to measure it here, name the corpus that the lab was made of with --data"
-        )
+    require_validation_text(config.data)
     # The run's own tokenizer: one trained again on changed text would have other tokens.
     kept = replace(config.tokenizer, path=str(run.directory.tokenizer_path))
     with rank_0_first(group):

@@ -221,6 +221,15 @@ def has_stand_in(data: DataConfig) -> bool:
     return any(Path(source, "../../lab.json").is_file() for source in data.source)
 
 
+def require_validation_text(data: DataConfig) -> None:
+    """UserError for a corpus that `has_stand_in`."""
+    if has_stand_in(data):
+        raise UserError(
+            f"{', '.join(data.source)} is a lab's training text, and its judge keeps what validates (`gptlab lab show` "
+            "has the bits per byte of its runs): name the corpus that the lab was made of with --data"
+        )
+
+
 def _write_training_tokens(data: PreparedData, folder: Path) -> None:
     """The training text as token shards, in its order, and a stand-in for the validation text."""
     folder.mkdir(parents=True)

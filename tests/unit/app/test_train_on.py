@@ -97,7 +97,8 @@ def test_what_is_no_longer_is_refused(folder: Path) -> None:
 def test_a_run_of_a_lab_has_nothing_to_train_on_with(folder: Path) -> None:
     tokens = write_corpus(folder / "lab" / "data" / "tokens")
     (folder / "lab" / "lab.json").touch()
-    run = train(folder, "judged", steps=2, data__source=[tokens])
+    never = {"eval__every_steps": "none", "eval__at_end": "false"}
+    run = train(folder, "judged", steps=2, data__source=[tokens], **never)
     drop_moments(run)
     before = (run / "config.json").read_bytes()
     code, out, _ = command(["train", "--resume", run])

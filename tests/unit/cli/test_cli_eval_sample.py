@@ -182,8 +182,9 @@ class TestEval:
         (tmp_path / "lab" / "lab.json").touch()
         data = replace(run.config.data, source=(str(tokens),))
         (run.path / "config.json").write_text(json.dumps(config_to_json(replace(run.config, data=data))))
-        says = "is a lab's run: `gptlab lab show` has its bits per byte"
+        says = f"{tokens} is a lab's training text, and its judge keeps what validates (`gptlab lab show` has"
         assert says in refusal(capsys, "eval", run.path)
+        assert says in refusal(capsys, "train", "--from", run.path, "--run-dir", tmp_path / "again")
         assert "val_bpb" in printed(capsys, "eval", run.path, "--data", run.corpus)
 
     def test_a_damaged_run_json_ends_nothing(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
