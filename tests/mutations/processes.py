@@ -91,6 +91,16 @@ MUTATIONS = [
         ["test_liveness.py::test_who_sets_the_clock_kills_no_rank"],
     ),
     Mutation(
+        "a rank on another disk trains until the first save", "app/run/attempt.py",
+        'None if run.recorded() == said["record"] else platform.node()', "None",
+        ["test_ranks.py::TestRunFolder::test_that_a_rank_does_not_see_is_refused"],
+    ),
+    Mutation(
+        "ranks look for the run folder in their own working folders", "app/run/attempt.py",
+        "str(self.run.path.absolute())", "str(self.run.path)",
+        ["test_ranks.py::TestRunFolder::test_is_shared_by_its_absolute_path"],
+    ),
+    Mutation(
         "machines of one name are one machine", "runtime/processes/liveness.py",
         'Path("/proc/sys/kernel/random/boot_id").read_text()', '""',
         ["test_liveness.py::test_machines_of_one_name_do_not_look_for_each_others_processes"],

@@ -20,6 +20,7 @@ from torch.distributed import HashStore, TCPStore
 import gptlab
 from gptlab.app.run.attempt import Attempt, begun_folder
 from gptlab.app.run.ranks import report_peer_failure
+from gptlab.config.errors import UserError
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
 from gptlab.runtime.processes.torch_group import Ended, TorchrunJob, _attempt, torchrun_job
@@ -541,3 +542,54 @@ def test_a_checkpoint_that_holds_other_weights_for_a_rank_is_passed_over(tmp_pat
     warnings: list[str] = []
     assert load_newest(tmp_path, warnings.append, TwoRanks({"weights": weights})).step == 1
     assert warnings == [f"rank 1: checkpoint {tmp_path / 'step-00000002'} holds other weights than for rank 0"]
+
+
+class SecondOfTwo(Group):
+    """Rank 1, which is told what rank 0 says, after rank 0 has left."""
+
+    def __init__(self, told: Any) -> None:
+        super().__init__(World(1, 2))
+        self.told = told
+
+    def broadcast(self, name: str, value: Any = None) -> Any:
+        return self.told
+
+    def gather(self, name: str, value: Any, **limits: Any) -> list[Any]:
+        return [None, value]
+
+
+class TestRunFolder:
+    """Without these, ranks on two machines would train until their first save, and lose everything."""
+
+    def test_is_shared_by_its_absolute_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        said: list[Any] = []
+        first = Attempt(Console(), [], 0.0, run=RunDirectory.create(Path("r"), {}, {}))
+        monkeypatch.setattr(first.group, "broadcast", lambda name, value: said.append(value) or value)
+        first.share_run_folder()
+        monkeypatch.chdir("/")
+        second = Attempt(Console(), [], 0.0, group=SecondOfTwo(*said))
+        second.share_run_folder()
+        assert second.run == RunDirectory(tmp_path / "r")
+
+    @pytest.mark.parametrize("its", ["nothing", "a copy that is not resumed"])
+    def test_that_a_rank_does_not_see_is_refused(self, tmp_path: Path, its: str) -> None:
+        run = RunDirectory.create(tmp_path / "r", {}, {})
+        if its != "nothing":
+            shutil.copytree(run.path, tmp_path / "its")
+        run.set_status("running", resumes=[{"start": "today"}])
+        told = {"path": str(tmp_path / "its"), "record": run.recorded()}
+        with pytest.raises(
+            UserError, match=r"^rank 1 \(on .*\) does not see the run folder .*/its of rank 0: give all"
+        ):
+            Attempt(Console(), [], 0.0, group=SecondOfTwo(told)).share_run_folder()
+
+    def test_that_a_rank_does_not_see_is_recorded_as_failed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = RunDirectory.create(tmp_path / "r", {}, {})
+        attempt = Attempt(Console(), [], 0.0, run=run)
+        monkeypatch.setattr(attempt.group, "gather", lambda name, value: [None, None, "node7"])
+        with pytest.raises(UserError, match=r"rank 2 \(on node7\)"):
+            attempt.share_run_folder()
+        assert run.recorded()["status"] == "failed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -70,10 +71,26 @@ class Attempt:
         return Path(run_dir or self.job.folder() or default_run_path(recipe, datetime.now()))
 
     def share_run_folder(self) -> None:
-        """Give every rank the run folder that rank 0 made or opened."""
-        folder = self.group.broadcast("run folder", self.run and str(self.run.path))
-        if not self.group.is_main:
-            self.run = RunDirectory(Path(folder))
+        """Give every rank the run folder that rank 0 made or opened. UserError on rank 0 where another rank does not
+        see there what rank 0 has written; the other ranks end with rank 0."""
+        from gptlab.app.run.ranks import rank_0_reports
+
+        # Absolute, since the processes may have different working folders.
+        mine = self.run and {"path": str(self.run.path.absolute()), "record": self.run.recorded()}
+        said = self.group.broadcast("run folder", mine)
+        run = self.run = self.run if self.group.is_main and self.run else RunDirectory(Path(said["path"]))
+        # Not by its id, which copies on the disks of several machines have in common.
+        hosts = self.group.gather("run folder seen", None if run.recorded() == said["record"] else platform.node())
+        if (other := next((rank for rank, host in enumerate(hosts) if host is not None), None)) is None:
+            return
+        with rank_0_reports(self.group, "run folder not seen"):
+            text = (
+                f"rank {other} (on {hosts[other]}) does not see the run folder {said['path']} of rank 0: give all "
+                "processes one on a disk that their machines share"
+            )
+            if self.group.is_main:
+                run.set_failed(text)
+            raise UserError(text)
 
     def restarted(self, request: RunRequest) -> RunRequest | Result:
         """`request`, or, where an earlier attempt of this torchrun job began or resumed a run, the request to resume it
