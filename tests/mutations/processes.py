@@ -101,6 +101,11 @@ MUTATIONS = [
         ["test_ranks.py::TestRunFolder::test_is_shared_by_its_absolute_path"],
     ),
     Mutation(
+        "each process computes on all cores", "runtime/hardware/place.py",
+        "set_threads(runtime.threads, processes=world.local_size)", "set_threads(runtime.threads)",
+        ["test_device.py::test_processes_of_one_machine_divide_its_cores"],
+    ),
+    Mutation(
         "machines of one name are one machine", "runtime/processes/liveness.py",
         'Path("/proc/sys/kernel/random/boot_id").read_text()', '""',
         ["test_liveness.py::test_machines_of_one_name_do_not_look_for_each_others_processes"],
