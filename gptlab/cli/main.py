@@ -101,7 +101,7 @@ def _open_standard_streams() -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command and return its exit code. A UserError becomes one line on stderr and exit code 2."""
-    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"  # a RANK alone is another program's
+    rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE") else "0"  # a RANK alone is another program's
     try:
         with paths_of_the_user(), nullcontext() if rank == "0" else _silent():
             try:
@@ -155,7 +155,7 @@ def _dispatch(argv: list[str]) -> int:
     name = argv[0] if argv else "--help"
     if name not in COMMANDS:
         return _without_command(name)
-    if name not in TOGETHER and os.environ.get("WORLD_SIZE", "1") != "1":
+    if name not in TOGETHER and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         _refuse_several(name)
     if name not in READERS:
         from gptlab.runtime.hardware.cpu import limit_spinning

@@ -191,5 +191,5 @@ class Signals:
 def _is_echo(first_at: float) -> bool:
     """Whether a SIGINT now, after a first signal at `first_at`, comes from torchrun, which forwards to its workers what
     the terminal has already sent to all processes."""
-    launched = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+    launched = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") not in ("", "1")
     return launched and time.monotonic() - first_at < _ECHO_SECONDS

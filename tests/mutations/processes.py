@@ -106,6 +106,11 @@ MUTATIONS = [
         ["test_device.py::test_processes_of_one_machine_divide_its_cores"],
     ),
     Mutation(
+        "a process without a rank is the first", "runtime/processes/distributed.py",
+        'if given["WORLD_SIZE"] == "1" else {}', "",
+        ["test_distributed.py::TestWorld::test_one_of_several_without_its_number_is_refused"],
+    ),
+    Mutation(
         "machines of one name are one machine", "runtime/processes/liveness.py",
         'Path("/proc/sys/kernel/random/boot_id").read_text()', '""',
         ["test_liveness.py::test_machines_of_one_name_do_not_look_for_each_others_processes"],

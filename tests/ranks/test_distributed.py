@@ -265,7 +265,8 @@ class TestLostRanks:
 
 class TestWorld:
     def test_without_torchrun_there_is_one_process(self) -> None:
-        assert World.from_environment({}) == World(0, 1, 0)
+        for environment in ({}, {"RANK": "3"}, {"RANK": "3", "WORLD_SIZE": ""}, {"WORLD_SIZE": "1"}):
+            assert World.from_environment(environment) == World(0, 1, 0)
         group = Group()
         assert group.gather("x", 5) == [5]
         assert group.broadcast("x", "a") == "a"
@@ -337,7 +338,15 @@ class TestWorld:
     @pytest.mark.parametrize("rank", ["8", "-1", "x"])
     def test_nonsense_is_refused(self, rank: str) -> None:
         with pytest.raises(UserError, match=f"RANK={rank}"):
-            World.from_environment({"RANK": rank, "WORLD_SIZE": "8"})
+            World.from_environment({"RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
+
+    @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK"])
+    def test_one_of_several_without_its_number_is_refused(self, missing: str) -> None:
+        """All would be rank 0, or all compute on the first GPU."""
+        environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        del environment[missing]
+        with pytest.raises(UserError, match=rf"\b{missing}=\(not set\)"):
+            World.from_environment(environment)
 
 
 class Echo(Group):

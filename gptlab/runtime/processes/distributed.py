@@ -36,20 +36,21 @@ class World:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
-        """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; one process if they are not set. UserError for values
-        that make no sense together."""
-        return cls._of_torchrun(environment) if "WORLD_SIZE" in environment else cls()
+        """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; one process if WORLD_SIZE is not set, or empty.
+        UserError for values that make no sense together, and where one of several processes lacks its numbers."""
+        return cls._of_torchrun(environment) if environment.get("WORLD_SIZE") else cls()
 
     @classmethod
     def _of_torchrun(cls, given: Mapping[str, str]) -> World:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        alone = {"RANK": "0", "LOCAL_RANK": "0"} if given["WORLD_SIZE"] == "1" else {}
+        known = {"LOCAL_WORLD_SIZE": "1", **alone, **given}
         try:
-            rank, size, local_rank = (int(given.get(name, "0")) for name in names[:3])
-            local_size = int(given.get(names[3], "1"))
-        except ValueError:
+            rank, size, local_rank, local_size = (int(known[name]) for name in names)
+        except (KeyError, ValueError):
             rank, size, local_rank, local_size = -1, 0, 0, 1
         if not 0 <= rank < size or local_rank < 0 or local_size < 1:
-            text = ", ".join(f"{name}={given.get(name, '(not set)')}" for name in names)
+            text = ", ".join(f"{name}={known.get(name, '(not set)')}" for name in names)
             raise UserError(f"the environment says {text}: start several processes with torchrun, one without these")
         return cls(rank, size, local_rank, local_size)
 

@@ -239,7 +239,10 @@ def test_help_on_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "allows. --bench-steps" in pages[0], "a text is one paragraph"
 
 
-@pytest.mark.parametrize(("variables", "prints"), [({"RANK": "1"}, True), ({"RANK": "1", "WORLD_SIZE": "2"}, False)])
+@pytest.mark.parametrize(
+    ("variables", "prints"),
+    [({"RANK": "1"}, True), ({"RANK": "1", "WORLD_SIZE": ""}, True), ({"RANK": "1", "WORLD_SIZE": "2"}, False)],
+)
 def test_only_one_of_several_processes_is_silent(
     variables: dict[str, str], prints: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
