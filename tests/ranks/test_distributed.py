@@ -24,7 +24,7 @@ from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
-from gptlab.runtime.processes.torch_group import TorchGroup
+from gptlab.runtime.processes.torch_group import TorchGroup, _stores
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.training.checkpoint.load import checksum, load_checkpoint
 from gptlab.training.checkpoint.names import list_checkpoints
@@ -339,6 +339,19 @@ class TestWorld:
     def test_nonsense_is_refused(self, rank: str) -> None:
         with pytest.raises(UserError, match=f"RANK={rank}"):
             World.from_environment({"RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
+
+    @pytest.mark.parametrize(
+        ("host", "port", "said"),
+        [("", "29500", r"MASTER_ADDR=\(not set\), MASTER_PORT=29500"), ("node0", "", r"MASTER_PORT=\(not set\)"),
+         ("node0", "99999", "MASTER_PORT=99999"), ("node0", "x", "MASTER_PORT=x"), ("node0", "0", "MASTER_PORT=0")],
+    )  # fmt: skip
+    def test_a_store_that_cannot_be_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, host: str, port: str, said: str
+    ) -> None:
+        monkeypatch.setenv("MASTER_ADDR", host)
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(UserError, match=said):
+            _stores(World(0, 2), hosts=False)
 
     @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK"])
     def test_one_of_several_without_its_number_is_refused(self, missing: str) -> None:

@@ -275,10 +275,13 @@ def join_others(world: World, exit_code: Callable[[BaseException], int]) -> Iter
 def _stores(world: World, hosts: bool) -> tuple[Any, Any, Callable[[], None]]:
     """Two connections to the store: one that waits must not hold up the other, which reports that this process lives.
     Under torchrun it is torchrun's; otherwise rank 0 `hosts` it. And what rank 0 calls until all ranks are there."""
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError):
-        raise UserError("MASTER_ADDR and MASTER_PORT are not set: start several processes with torchrun") from None
+    host, given = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    port = int(given) if given.isdecimal() else 0
+    if not host or not 0 < port < 2**16:
+        raise UserError(
+            f"the environment says MASTER_ADDR={host or '(not set)'}, MASTER_PORT={given or '(not set)'}: start "
+            "several processes with torchrun, or set rank 0's machine and a port that is free there (1 to 65535)"
+        )
     try:
         first = dist.TCPStore(host, port, world.size, hosts, wait_for_workers=False, multi_tenant=True)
         second = dist.TCPStore(host, port, world.size, False, wait_for_workers=False)
