@@ -111,6 +111,11 @@ MUTATIONS = [
         ["test_distributed.py::TestWorld::test_one_of_several_without_its_number_is_refused"],
     ),
     Mutation(
+        "copies train without knowing of each other", "app/run/train_run.py",
+        "if (warning := apart()) is not None:", "if (warning := apart()) is None:",
+        ["test_train_run.py::test_copies_that_do_not_know_of_each_other_are_warned_of"],
+    ),
+    Mutation(
         "machines of one name are one machine", "runtime/processes/liveness.py",
         'Path("/proc/sys/kernel/random/boot_id").read_text()', '""',
         ["test_liveness.py::test_machines_of_one_name_do_not_look_for_each_others_processes"],

@@ -19,10 +19,11 @@ from distributed_scenes import play_scenes
 from tiny_runs import CLOCK_FIELDS, arguments, lines_of
 from torch import Tensor
 
+from gptlab.app.run.ranks import together
 from gptlab.config.errors import UserError
 from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.runtime.hardware.place import place_of
-from gptlab.runtime.processes.distributed import Group, World
+from gptlab.runtime.processes.distributed import Group, World, apart
 from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
 from gptlab.runtime.processes.torch_group import TorchGroup, _stores
 from gptlab.runtime.records.metrics import read_metrics
@@ -339,6 +340,17 @@ class TestWorld:
     def test_nonsense_is_refused(self, rank: str) -> None:
         with pytest.raises(UserError, match=f"RANK={rank}"):
             World.from_environment({"RANK": rank, "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
+
+    @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+    def test_copies_that_do_not_know_of_each_other_are_warned_of(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    ) -> None:
+        monkeypatch.setenv(name, "4")
+        with together():
+            pass
+        assert capsys.readouterr().err.startswith(f"warning: 4 processes were started ({name}), and each works on its")
+        assert apart({name: "1"}) is None
+        assert apart({name: "4", "WORLD_SIZE": "4"}) is None
 
     @pytest.mark.parametrize(
         ("host", "port", "said"),

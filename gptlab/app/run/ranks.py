@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import ParallelConfig, RunConfig
-from gptlab.runtime.processes.distributed import Group, World
+from gptlab.runtime.processes.distributed import Group, World, apart
 from gptlab.runtime.processes.liveness import PeerFailed
 from gptlab.runtime.records.console import Console, QuietConsole
 
@@ -54,6 +54,8 @@ def together() -> Iterator[tuple[Group, Console]]:
             Console(stream=sys.stderr) if world.is_main else QuietConsole() as console,
             join(world, exit_code) as group,
         ):
+            if (warning := apart()) is not None:
+                console.warn(warning)
             yield group, console
     except PeerFailed as failed:
         raise SystemExit(report_peer_failure(failed)) from None

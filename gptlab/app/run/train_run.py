@@ -20,7 +20,7 @@ from gptlab.config.scaling import Machine
 from gptlab.data.corpus.documents import require_known
 from gptlab.runtime.hardware import installed
 from gptlab.runtime.hardware.cpu import limit_spinning, threads_beside_others, usable_cores
-from gptlab.runtime.processes.distributed import Group, World
+from gptlab.runtime.processes.distributed import Group, World, apart
 from gptlab.runtime.records.console import Console, QuietConsole
 from gptlab.runtime.records.provenance import Evidence, begin_evidence
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -46,6 +46,8 @@ def train_run(
     with attempt.signals, console:
         try:
             with attempt.held:
+                if (warning := apart()) is not None:
+                    console.warn(warning)
                 joins = world.size > 1 or "TORCHELASTIC_USE_AGENT_STORE" in os.environ
                 result = (_join_and_train if joins else _prepare_and_train)(attempt, request)
                 attempt.signals.too_late()

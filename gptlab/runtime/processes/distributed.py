@@ -60,6 +60,18 @@ class World:
         return self.rank == 0
 
 
+def apart(environment: Mapping[str, str] = os.environ) -> str | None:
+    """What to warn of where srun or mpirun has started several processes, and nothing tells each which one it is."""
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        count = environment.get(name, "")
+        if count not in ("", "1") and not environment.get("WORLD_SIZE"):
+            return (
+                f"{count} processes were started ({name}), and each works on its own: for one run of all, start "
+                "torchrun once on each machine (docs/cluster.md)"
+            )
+    return None
+
+
 class Group:
     """The processes of one run, this one alone: every call is free and changes nothing.
 

@@ -162,6 +162,13 @@ def test_a_gpu_that_torch_cannot_use_is_named_before_anything_else(
     assert (code, out.count("NVIDIA")) == (2, 0), err
 
 
+def test_copies_that_do_not_know_of_each_other_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trains a run of its own, where one of all was meant."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    code, out, err = tiny.command(["train", "--resume", tmp_path])
+    assert (code, out.count("warning: 2 processes were started (SLURM_STEP_NUM_TASKS)")) == (2, 1), err
+
+
 def test_a_folder_that_is_taken_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").touch()
