@@ -238,7 +238,7 @@ def read_manifest(path: Path) -> Manifest:
     finds truncated files, but not files altered in place."""
     try:
         if path.is_symlink() or not path.is_dir():
-            raise DamagedCheckpointError(path, "is not a folder")
+            raise DamagedCheckpointError(path, "is not a folder" if os.path.lexists(path) else "is not there")
         # Hidden entries are what file browsers and NFS leave behind; they harm nothing, and nothing reads them.
         names = [name for name in os.listdir(path) if not name.startswith(".")]
         sizes = {name: _plain_file_bytes(path, name) for name in names}

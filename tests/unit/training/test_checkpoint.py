@@ -245,7 +245,13 @@ def test_a_linked_folder_and_a_file_in_its_place_are_damage(tmp_path: Path) -> N
     lines: list[str] = []
     with pytest.raises(UserError, match=r"step-00000011.*step-00000010"):
         load_newest(checkpoints, lines.append)
-    assert len(lines) == 2
+    assert [line.endswith("is not a folder") for line in lines] == [True, True]
+
+
+def test_one_that_another_machine_lacks_is_not_there(tmp_path: Path) -> None:
+    """Rank 0 names it; the disk of this rank has another copy of the run."""
+    with pytest.raises(DamagedCheckpointError, match=r"step-00000010 is damaged: is not there$"):
+        load_checkpoint(tmp_path / "step-00000010")
 
 
 def test_a_checkpoint_under_another_steps_name_is_damage(tmp_path: Path) -> None:
