@@ -178,8 +178,8 @@ class Recorder(RunOutput):
 
     def preempted(self, state: TrainState, signal_name: str | None) -> None:
         self.console.settle()
-        where = f"after step {state.step}, saved" if state.step else "before the first step"
-        self.console.result(f"{signal_name}: stopped {where}; resume with {self.resume_command}")
+        what = f"after step {state.step}, saved; resume" if state.step else "before the first step; start it again"
+        self.console.result(f"{signal_name}: stopped {what} with {self.resume_command}")
 
     def failed(self, state: TrainState, error: Exception) -> None:
         """Record the error that ends the run, its step and its loss in run.json and metrics.jsonl."""

@@ -194,4 +194,9 @@ MUTATIONS = [
         "given[0].lower() not in TRUTH_WORDS", "given[0] not in TRUTH_WORDS",
         ["test_cli_arguments.py::TestParse::test_more_than_tyro_takes"],
     ),
+    Mutation(
+        "a run of which nothing is saved is said to be resumed", "app/run/attempt.py",
+        'what = "resume" if list_checkpoints(run.checkpoints_path) else "start it again"', 'what = "resume"',
+        ["test_signals.py::TestBeforeTheFirstStep::test_the_run_goes_on_as_if_nothing_had_been"],
+    ),
 ]  # fmt: skip

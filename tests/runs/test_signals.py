@@ -123,8 +123,8 @@ class TestBeforeTheFirstStep:
     ) -> None:
         run = folder / request.node.callspec.id
         code, printed, seconds = stopped(folder, run.name, number, HERE + moment)
-        said = f"{signal.Signals(number).name}: stopped before the first step; resume with gptlab train --resume {run}"
-        assert (code, printed[-1]) == (75, said)
+        said = f"stopped before the first step; start it again with gptlab train --resume {run}"
+        assert (code, printed[-1]) == (75, f"{signal.Signals(number).name}: {said}")
         assert seconds >= 0.5 or run.name != "deep"
         assert json.loads((run / "run.json").read_text())["status"] == "preempted"
         assert command(["train", "--resume", run])[0] == 0
@@ -251,7 +251,7 @@ class TestInThisProcess:
         run, keep = folder / "step-0", {"steps": 2, "checkpoint.keep_every_steps": 1}
         with at_line("eval", 0, lambda: signal.raise_signal(signal.SIGTERM)):
             code, out, _ = command(["train", *arguments(folder, run.name, keep)])
-        said = f"SIGTERM: stopped before the first step; resume with gptlab train --resume {run}"
+        said = f"SIGTERM: stopped before the first step; start it again with gptlab train --resume {run}"
         assert (code, out.splitlines()[-1]) == (75, said)
         assert json.loads((run / "run.json").read_text())["status"] == "preempted"
         assert list_checkpoints(run / "checkpoints") == []

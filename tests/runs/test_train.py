@@ -705,9 +705,9 @@ class TestPreemption:
             with at_line(kind, step, lambda number=number: signal.raise_signal(number)):
                 code, out, _ = command(argv)
             assert code == 75
-            where = f"after step {step}, saved" if step else "before the first step"
+            where = f"after step {step}, saved; resume" if step else "before the first step; start it again"
             assert out.splitlines()[-1] == (
-                f"{signal.Signals(number).name}: stopped {where}; resume with gptlab train --resume {run}"
+                f"{signal.Signals(number).name}: stopped {where} with gptlab train --resume {run}"
             )
             assert read_json(run / "run.json")["status"] == "preempted"
             assert saved_steps(run)[-1:] == ([step] if step else [])  # the initial weights are not saved

@@ -180,8 +180,8 @@ class Attempt:
         the status recorded, and the exit code the same for all processes."""
         assert self.run is not None
         self.group.leave(StoppedEarly(signal_name), EXIT_PREEMPTED)
-        text = f"{signal_name} again: stopped at once; {last_checkpoint(self.run)}; resume with "
-        self._exit_preempted(signal_name, text + resume_command(self.run.path))
+        text = f"{signal_name} again: stopped at once; {last_checkpoint(self.run)}; {to_go_on(self.run)}"
+        self._exit_preempted(signal_name, text)
 
     def _exit_preempted(self, signal_name: str, text: str) -> None:
         self._set_preempted()
@@ -214,7 +214,7 @@ def stopped_early(signal_name: str, run: RunDirectory | None, resumes: str | Non
         return f"{signal_name}: stopped while preparing; {resumes} is unchanged: the same command continues it"
     if run is None:
         return f"{signal_name}: stopped while preparing, before there was a run: the same command begins again"
-    return f"{signal_name}: stopped before the first step; resume with {resume_command(run.path)}"
+    return f"{signal_name}: stopped before the first step; {to_go_on(run)}"
 
 
 def stopped_by_peer(failure: Failure, run: RunDirectory | None, resumes: str | None) -> str:
@@ -224,7 +224,15 @@ def stopped_by_peer(failure: Failure, run: RunDirectory | None, resumes: str | N
     signal_name = f"{failure.text.rpartition(' ')[2]} (rank {failure.rank})"
     if run is None or not list_checkpoints(run.checkpoints_path):
         return stopped_early(signal_name, run, resumes)
-    return f"{signal_name}: stopped at once; {last_checkpoint(run)}; resume with {resume_command(run.path)}"
+    return f"{signal_name}: stopped at once; {last_checkpoint(run)}; {to_go_on(run)}"
+
+
+def to_go_on(run: RunDirectory) -> str:
+    """Where nothing has been saved yet, resuming a run begins it again."""
+    from gptlab.training.checkpoint.names import list_checkpoints
+
+    what = "resume" if list_checkpoints(run.checkpoints_path) else "start it again"
+    return f"{what} with {resume_command(run.path)}"
 
 
 def last_checkpoint(run: RunDirectory) -> str:
