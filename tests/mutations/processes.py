@@ -116,6 +116,11 @@ MUTATIONS = [
         ["test_train_run.py::test_copies_that_do_not_know_of_each_other_are_warned_of"],
     ),
     Mutation(
+        "copies of the weights have torch's own limit", "training/parallel/fsdp.py",
+        "_set_pg_timeout(last_resort(config.runtime.process_timeout_seconds), group)", "pass",
+        ["test_copies.py::test_their_collectives_may_take_as_long_as_those_of_all"],
+    ),
+    Mutation(
         "machines of one name are one machine", "runtime/processes/liveness.py",
         'Path("/proc/sys/kernel/random/boot_id").read_text()', '""',
         ["test_liveness.py::test_machines_of_one_name_do_not_look_for_each_others_processes"],

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from gptlab.runtime.processes.liveness import Failure
 
-# A collective that `liveness` has not ended by then is ended by torch, which does not say who is missing.
 _LAST_RESORT_SECONDS = 60.0
 # For all ranks to start: before, nobody knows whom to watch. torch's TCPStore waits as long for its host; under
 # torchrun, a rank that dies while it starts ends the others sooner.
@@ -74,7 +73,7 @@ class TorchGroup(Group):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_cuda else "gloo", device_id=device if on_cuda else None,
                 store=dist.PrefixStore("collectives", self._store),
-                rank=self.rank, world_size=self.size, timeout=timedelta(seconds=timeout_seconds + _LAST_RESORT_SECONDS),
+                rank=self.rank, world_size=self.size, timeout=last_resort(timeout_seconds),
             )  # fmt: skip
         self._mark = _mark_queue if on_cuda else None
 
@@ -215,6 +214,11 @@ class TorchGroup(Group):
     def _between_looks(self) -> None:
         self._liveness.raise_if_failed()
         self._admit()
+
+
+def last_resort(timeout_seconds: float) -> timedelta:
+    """A collective that `liveness` has not ended by then is ended by torch, which does not say who is missing."""
+    return timedelta(seconds=timeout_seconds + _LAST_RESORT_SECONDS)
 
 
 def _look_for(

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn import Parameter
 
 from gptlab.config.run import RunConfig
@@ -27,6 +28,7 @@ from gptlab.optim.combined import CombinedOptimizer, divide_by_optimizer, sum_of
 from gptlab.optim.muon import Compile
 from gptlab.runtime.hardware.device import Platform
 from gptlab.runtime.processes.distributed import Group
+from gptlab.runtime.processes.torch_group import last_resort
 from gptlab.training.checkpoint.format import TensorSlice
 from gptlab.training.checkpoint.load import require_same_shapes
 from gptlab.training.parallel.fsdp_copies import OneCopy
@@ -86,7 +88,10 @@ class Fsdp(Strategy):
             model = GPT(config.model, compute_dtype, cast(Platform, device.type))
         if compute_dtype == torch.float64:
             model = model.double()
-        shard_model(model, make_mesh(device.type, n_ranks, self._copy.size))
+        mesh = make_mesh(device.type, n_ranks, self._copy.size)
+        for group in mesh.get_all_groups():  # to which torch gives a limit of its own: 10 minutes with NCCL
+            _set_pg_timeout(last_resort(config.runtime.process_timeout_seconds), group)
+        shard_model(model, mesh)
         return model.to_empty(device=device)
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from gptlab.config.model import ModelConfig
+from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.runtime.processes.torch_group import TorchGroup
 from gptlab.training.checkpoint.format import TensorSlice
 from gptlab.training.checkpoint.load import checksum
 from gptlab.training.faults import TrainingFailed
+from gptlab.training.parallel import fsdp
 from gptlab.training.parallel.agreement import require_equal_weights
 from gptlab.training.parallel.fsdp_copies import OneCopy
 
@@ -36,6 +40,21 @@ def test_copies_save_every_element_once() -> None:
         together = torch.cat([piece for _, piece in sorted(pieces, key=lambda one: one[0])])
         assert torch.equal(together, whole.reshape(-1))
     assert sorted(counts) == [5, 5, 5, 8, 8, 8]
+
+
+def test_their_collectives_may_take_as_long_as_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own limit would end them at 10 minutes with NCCL, whatever runtime.process_timeout_seconds is."""
+    limits = {}
+    mesh = SimpleNamespace(get_all_groups=lambda: ["within a copy", "over copies"])
+    monkeypatch.setattr(fsdp, "make_mesh", lambda *_: mesh)
+    monkeypatch.setattr(fsdp, "shard_model", lambda *_: None)
+    monkeypatch.setattr(fsdp, "load_kernels", lambda *_: None)
+    monkeypatch.setattr(fsdp, "_set_pg_timeout", lambda timeout, group: limits.update({group: timeout}))
+    model = ModelConfig(vocab_size=64, vocab_multiple=32, n_layer=1, n_embd=32, n_head=1, seq_len=16)
+    config = RunConfig(model=model, runtime=RuntimeConfig(process_timeout_seconds=3600.0))
+    copies: Any = SimpleNamespace(_copy=OneCopy(Group(World(0, 4)), 2))
+    fsdp.Fsdp._build(copies, config, 4, torch.device("cpu"), torch.float32)
+    assert limits == dict.fromkeys(("within a copy", "over copies"), timedelta(seconds=3660))
 
 
 class RankOne(Group):
