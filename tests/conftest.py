@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import re
+import signal
 import stat
 import sys
 from collections.abc import Generator, Iterator
@@ -17,6 +18,8 @@ from hypothesis import settings
 
 # From here to the first test: the garbage collector would walk over all that is imported, again and again.
 gc.disable()
+
+_HANDLERS = {number: signal.getsignal(number) for number in signal.Signals if signal.getsignal(number) is not None}
 
 # Each process computes with one thread: several test processes would fight over the cores, and a process that is forked
 # from one with OpenMP's threads hangs in its first loop of several threads. OpenMP reads this as torch is imported.
@@ -90,6 +93,15 @@ def _libraries_stay_frozen() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "unfreeze", stay_frozen)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_heard() -> Iterator[None]:
+    """A command that trained ignores signals until its process has ended. Here the process goes on."""
+    yield
+    for number, handler in _HANDLERS.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

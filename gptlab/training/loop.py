@@ -82,6 +82,8 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
 
             for step in next_steps(state, work.passes.loss_sum, work.config, finish, due):
                 seconds = stop.step(step.seconds, state.step + 1)
+                if seconds < step.seconds:
+                    record.paused(state, step.seconds - seconds)
                 state.train_seconds += seconds
                 if isinstance(step.result, Fault):
                     recover(state, step, step.result, work, record)

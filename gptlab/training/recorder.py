@@ -145,6 +145,13 @@ class Recorder(RunOutput):
             f"step {state.step:05d} | CORE metric: {state.core_metric:.4f} | {seconds:.1f}s off the clock"
         )
 
+    def paused(self, state: TrainState, seconds: float) -> None:
+        """The process was stopped and continued within the next step."""
+        self.console.warn(
+            f"step {state.step + 1:05d}: the process was paused; {seconds:.1f} s are off the clock: the step counts as "
+            "long as the one before"
+        )
+
     def skipped(self, state: TrainState, fault: Fault, data_step: int, broken: str | None) -> None:
         """The step that was just done made no update. `broken`: the first parameter with a non-finite gradient."""
         self.metrics.write(

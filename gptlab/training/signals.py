@@ -55,13 +55,12 @@ class Signals:
 
     end_now: Callable[[str], None] | None = None
     """Called in another thread with the signal's name, to end the process, where the context has not been left
-    GRACE_SECONDS after the first signal."""
+    GRACE_SECONDS after the first signal. None: the process belongs to a caller. Otherwise it exits soon after the
+    context, and once `too_late` was called, signals stay ignored until it has: a second Ctrl-C, or the SIGTERM that
+    torchrun sends to all ranks as soon as one exits with a code other than 0, would give an exit code of -2 or -15 to a
+    process that is shutting down its interpreter, a quarter of a second with torch."""
     stop_now: Callable[[str], None] | None = None
     """The same at a later SIGINT within `training`. None: it raises KeyboardInterrupt."""
-    exits: bool = False
-    """Whether the process exits soon after the context. Once `too_late` was called, signals stay ignored until it has:
-    torchrun sends SIGTERM to all ranks as soon as the first one exits with a code other than 0, and a rank that is
-    still shutting down its interpreter would report -15 instead of its own exit code."""
     stopped_early: str | None = None
     """The name of the signal that raised StoppedEarly."""
     signal_name: str | None = None
@@ -74,6 +73,10 @@ class Signals:
     """When the main thread handled the first signal within `training` ..."""
     _heard_at: float = 0.0
     """... and when the other thread did."""
+    _continued_at: float = float("-inf")
+    """When the process, which something had stopped, was continued (Ctrl-Z and fg)."""
+    _step_seconds: float | None = None
+    """Of the last step, as they count."""
     _former: dict[signal.Signals, Any] = field(default_factory=dict)
     """Handlers outside of the context; empty where none could be installed."""
     _wakeup: socket.socket | None = None
@@ -92,7 +95,7 @@ class Signals:
             # A handler in Python would not do to ignore signals: the interpreter restores the default one before it
             # ends. None: the former handler was not installed from Python, and Python cannot restore it.
             former = signal.SIG_DFL if handler is None else handler
-            signal.signal(number, signal.SIG_IGN if self.exits and self._settled else former)
+            signal.signal(number, signal.SIG_IGN if self.end_now and self._settled else former)
         self._prepared.set()
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._former_wakeup)
@@ -108,10 +111,15 @@ class Signals:
         if self._former and self._wakeup is None:
             self._watch()
         self._answer = answer
+        hears_pauses = bool(self._former) and os.name == "posix" and signal.getsignal(signal.SIGCONT) == signal.SIG_DFL
+        if hears_pauses:
+            signal.signal(signal.SIGCONT, self._on_continued)
         try:
             yield
         finally:
             self._answer = None
+            if hears_pauses:
+                signal.signal(signal.SIGCONT, signal.SIG_DFL)
 
     def too_late(self) -> None:
         """The end of the run is decided: from here on signals have no effect."""
@@ -129,7 +137,12 @@ class Signals:
 
     def step(self, step_seconds: float, step: int) -> float:
         """Called after a step with its seconds and the number of steps done; listens too. Returns the seconds that
-        count: of several processes, rank 0's."""
+        count: of several processes, rank 0's; of a step within which the process was stopped and continued, those of
+        the step before."""
+        was_stopped = time.perf_counter() - self._continued_at < step_seconds
+        if was_stopped and self._step_seconds is not None:
+            step_seconds = min(step_seconds, self._step_seconds)
+        self._step_seconds = step_seconds
         return step_seconds
 
     def wait_for_answer(self) -> None:
@@ -150,6 +163,9 @@ class Signals:
         elif self.stopped_early is None and not self._settled:
             self.stopped_early = name
             raise StoppedEarly(name)
+
+    def _on_continued(self, number: int, frame: FrameType | None) -> None:
+        self._continued_at = time.perf_counter()
 
     def _hear(self, number: int) -> None:
         """In another thread, at once, also while the main thread is deep in a library."""

@@ -9,7 +9,6 @@ CLOCK = "test_train.py::TestClock::test_training_and_nothing_else"
 MUTATIONS = [
     Mutation(
         "a run takes SIGUSR1 from the program that has a use for it", "training/signals.py",
-
         'return number.name != "SIGUSR1" or self.end_now is not None', "return True",
         ["test_signals.py::TestSignals::test_the_one_that_slurm_is_often_told_to_send_before_its_time_is_over"],
     ),
@@ -17,6 +16,21 @@ MUTATIONS = [
         "SIGUSR1 kills a run", "training/signals.py",
         '"SIGHUP", "SIGUSR1")', '"SIGHUP")',
         ["test_signals.py::TestSignals::test_the_one_that_slurm_is_often_told_to_send_before_its_time_is_over"],
+    ),
+    Mutation(
+        "a second Ctrl-C decides the exit code of a run that was saved", "training/signals.py",
+        "signal.SIG_IGN if self.end_now and self._settled else former", "former",
+        ["test_signals.py::TestSignals::test_nor_the_exit_code_of_a_process_that_is_about_to_exit"],
+    ),
+    Mutation(
+        "a run ignores signals in the program that called it", "training/signals.py",
+        "signal.SIG_IGN if self.end_now and self._settled else former", "signal.SIG_IGN if self._settled else former",
+        ["test_signals.py::TestSignals::test_nor_the_exit_code_of_a_process_that_is_about_to_exit"],
+    ),
+    Mutation(
+        "a paused process spends its time", "training/signals.py",
+        "step_seconds = min(step_seconds, self._step_seconds)", "pass",
+        ["test_signals.py::TestInThisProcess::test_a_pause_is_off_the_clock"],
     ),
     Mutation(
         "a signal after the last step is a preemption", "app/run/run_session.py",

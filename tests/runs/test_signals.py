@@ -8,8 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 from tiny_runs import (
@@ -29,9 +31,11 @@ from tiny_runs import (
 import gptlab
 from gptlab.config.errors import UserError
 from gptlab.runtime.files.cache import damage
-from gptlab.training import signals
+from gptlab.training import loop, signals
 from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.signals import Signals, StoppedEarly, behind_signal
+from gptlab.training.state import TrainState
+from gptlab.training.step import TrainStep
 
 posix = pytest.mark.skipif(os.name != "posix", reason="Windows sends no signals between processes")
 
@@ -280,6 +284,26 @@ class TestInThisProcess:
         assert "depth:" in out.splitlines()[-1]
         assert differences(expected, outcome(run)) == []
 
+    @posix
+    def test_a_pause_is_off_the_clock(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Ctrl-Z and fg: the fifteen seconds between them ended a run of twelve seconds, whose rates had not fallen."""
+        real = loop.train_step
+
+        def paused(state: TrainState, *rest: Any) -> TrainStep:
+            step = real(state, *rest)
+            if state.step == 1:
+                signal.raise_signal(signal.SIGCONT)
+            return replace(step, seconds=15.0 if state.step == 1 else 0.25)
+
+        monkeypatch.setattr(loop, "train_step", paused)
+        gptlab.train(make_config(folder, "paused", steps=3))
+        times = [(line["step_seconds"], line["train_seconds"]) for line in lines_of(folder / "paused", "train")]
+        assert times == [(0.25, 0.25), (0.25, 0.5), (0.25, 0.75)]
+        assert "step 00002: the process was paused; 14.8 s are off the clock" in capsys.readouterr().out
+        assert signal.getsignal(signal.SIGCONT) == signal.SIG_DFL
+
     def test_from_python_it_is_an_interrupt_while_there_is_no_run(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -347,13 +371,17 @@ class TestSignals:
             assert early.stopped_early is None
 
     def test_nor_the_exit_code_of_a_process_that_is_about_to_exit(self) -> None:
-        """torchrun signals the other ranks when the first one has exited with a code that is not 0."""
+        """A second Ctrl-C, or torchrun's SIGTERM to the other ranks when the first one has exited with a code that is
+        not 0."""
         numbers = (signal.SIGTERM, signal.SIGINT)
         former = [signal.getsignal(number) for number in numbers]
-        with Signals(exits=True):
+        with Signals(end_now=lambda name: None):
             pass
         assert [signal.getsignal(number) for number in numbers] == former, "nothing was settled"
-        with Signals(exits=True) as early:
+        with Signals() as early:
+            early.too_late()
+        assert [signal.getsignal(number) for number in numbers] == former, "the process is a caller's"
+        with Signals(end_now=lambda name: None) as early:
             early.too_late()
         assert [signal.getsignal(number) for number in numbers] == [signal.SIG_IGN] * 2
 

@@ -42,7 +42,7 @@ def train_run(
     attempt = Attempt(console, argv, started, parts, catch=catch, config=config, group=Group(world))
     attempt.resumes = request.resume
     if catch:
-        attempt.signals = Signals(attempt.end_now, attempt.stop_at_once, exits=world.size > 1)
+        attempt.signals = Signals(attempt.end_now, attempt.stop_at_once)
     with attempt.signals, console:
         try:
             with attempt.held:

@@ -41,7 +41,7 @@ class Agreement:
 
     def step(self, step_seconds: float, step: int) -> float:
         """As `Signals.step`: the seconds of rank 0."""
-        seconds = self._exchange(step_seconds)
+        seconds = self._exchange(self._signals.step(step_seconds, step))
         self._group.at_step(step + 1)
         return seconds
 
