@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gptlab.app.run.attempt import Result
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from gptlab.data.prepare import PreparedData
     from gptlab.data.rows import RowSource
     from gptlab.model.gpt import GPT
+
+_training = threading.RLock()
 
 
 def train(
@@ -84,6 +88,8 @@ def train(
 
     Returns a Result: exit_code (0 finished, 75 preempted), run_dir, and summary, which holds what summary.json does.
 
+    One thread of a process trains at a time, since torch's random generator and number of threads are the process's.
+
     Raises UserError for wrong arguments, input or environment; TrainingFailed where training fails; StoppedEarly, a
     KeyboardInterrupt, for a signal before there is a run; PeerFailed where one of several processes is lost.
     """
@@ -97,7 +103,7 @@ def train(
     }  # fmt: skip
     given = {name: value for name, value in named.items() if value is not None} | fields
     config = None
-    with paths_of_the_user():
+    with _only_thread(), paths_of_the_user():
         if isinstance(recipe, RunConfig):
             asked = request_from_values(None, given)
             config, request = _changed(recipe, asked), RunRequest(options=asked.options)
@@ -106,6 +112,17 @@ def train(
         else:
             raise UserError(f"the first argument names a recipe or is a RunConfig, this is {type(recipe).__name__}")
         return train_run(request, sys.argv, started, config=config, parts=parts, catch=False)
+
+
+@contextmanager
+def _only_thread() -> Iterator[None]:
+    """UserError while another thread is in the context; the same one may be, from `on_step`."""
+    if not _training.acquire(blocking=False):
+        raise UserError("another thread of this process is training: train in a process of its own (multiprocessing)")
+    try:
+        yield
+    finally:
+        _training.release()
 
 
 def _changed(config: RunConfig, request: RunRequest) -> RunConfig:

@@ -191,6 +191,8 @@ def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str], 
     advice = f"text of another kind: rename it to {name}.txt{packing}"
     if file.suffix.removesuffix(packing.lower()) == ".json":
         advice = "make it JSONL, one JSON object a line"
+    elif file.suffix in (".npy", ".npz"):
+        advice = "of tokens, make a .bin: a folder of nanoGPT, or shards of llm.c"
     raise UserError(
         f"{file.path}: {file.suffix} is not a format gptlab reads; it reads text (.txt .md .py and the like), "
         f".jsonl and .parquet, the first two also packed (.gz .zst) ({advice})"

@@ -6,6 +6,7 @@ import inspect
 import json
 import pydoc
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,27 @@ class TestHooks:
         record = json.loads((folder / "watched" / "run.json").read_text())
         assert record["hooks"] == ["on_step", "on_eval"]
         assert "own_parts" not in record
+
+    def test_another_thread_does_not_train_meanwhile(self, folder: Path, plain: Path) -> None:
+        """Two runs in two threads drew dropout from the one generator of the process: both had other losses."""
+        refused: list[str] = []
+
+        def train() -> None:
+            try:
+                gptlab.train(make_config(folder, "in-another-thread"))
+            except gptlab.UserError as error:
+                refused.append(str(error))
+
+        def start_another(line: dict[str, Any]) -> None:
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+
+        gptlab.train(make_config(folder, "in-this-thread", steps=6), on_step=start_another)
+        assert differences(outcome(plain), outcome(folder / "in-this-thread")) == []
+        assert len(refused) == 6
+        assert {text.partition(":")[0] for text in refused} == {"another thread of this process is training"}
+        assert not (folder / "in-another-thread").exists()
 
     def test_an_error_in_one_is_the_callers(self, folder: Path) -> None:
         def broken(line: dict[str, Any]) -> None:
