@@ -311,9 +311,8 @@ class RuntimeConfig:
     """Settings of the GPU memory allocator, in the form of $PYTORCH_ALLOC_CONF (expandable_segments:True), which takes
     precedence. None: expandable segments on NVIDIA GPUs under Linux, else PyTorch's defaults."""
     threads: Positive[int] | None = None
-    """CPU threads for computation. None: one per physical core that other programs leave, of which processes of one
-    machine have equal shares; a run that began beside some keeps its number, and so does one with
-    parallel.exact_any_world_size."""
+    """CPU threads for computation. None: one per physical core that other programs leave; a run that began beside some
+    keeps its number, and so does one with parallel.exact_any_world_size."""
     log_every_steps: Positive[int] = 1
     """Write a training line every N steps."""
     max_loss: Positive[float] = 100.0

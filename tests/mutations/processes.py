@@ -101,11 +101,6 @@ MUTATIONS = [
         ["test_ranks.py::TestRunFolder::test_is_shared_by_its_absolute_path"],
     ),
     Mutation(
-        "each process computes on all cores", "runtime/hardware/place.py",
-        "set_threads(runtime.threads, processes=world.local_size)", "set_threads(runtime.threads)",
-        ["test_device.py::test_processes_of_one_machine_divide_its_cores"],
-    ),
-    Mutation(
         "a process without a rank is the first", "runtime/processes/distributed.py",
         'if given["WORLD_SIZE"] == "1" else {}', "",
         ["test_distributed.py::TestWorld::test_one_of_several_without_its_number_is_refused"],

@@ -81,7 +81,7 @@ def load_run(
     if not directory.checkpoints_path.is_dir():
         why = "it only validates" if config.eval.only else "the run has not reached its first one"
         raise UserError(f"{path} has no checkpoint yet: {why}")
-    set_threads(config.runtime.threads, processes=group.world.local_size)
+    set_threads(config.runtime.threads)
     tokenizer = load_tokenizer(directory.tokenizer_path)
     if config.model.vocab_size not in (None, tokenizer.vocab_size):
         raise UserError(

@@ -68,18 +68,16 @@ def limit_spinning(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault("KMP_BLOCKTIME", str(KMP_BLOCK_MILLISECONDS))
 
 
-def set_threads(n: int | None, *, processes: int = 1) -> int:
+def set_threads(n: int | None) -> int:
     """Let torch compute on `n` threads, and return the number in force.
 
     None: OMP_NUM_THREADS where the user set it, else one thread a physical core that this process may run on (two
     hyperthreads share one multiply unit, so a second thread on a core gains a matrix product nothing). On macOS
-    torch's own choice is kept: it counts the performance cores. `processes` of a run divide a machine's cores.
+    torch's own choice is kept: it counts the performance cores.
     """
     import torch
 
-    wanted = (
-        n or _threads_of_environment() or (None if sys.platform == "darwin" else max(1, usable_cores() // processes))
-    )
+    wanted = n or _threads_of_environment() or (None if sys.platform == "darwin" else usable_cores())
     if wanted is not None and wanted != torch.get_num_threads():
         torch.set_num_threads(wanted)
     return torch.get_num_threads()

@@ -41,7 +41,7 @@ def place_of(config: RunConfig, world: World = _ALONE) -> Place:
     dtype = resolve_dtype(runtime.dtype, device)
     if device.type == "cpu":
         keep_freed_memory()
-    threads = set_threads(runtime.threads, processes=world.local_size)
+    threads = set_threads(runtime.threads)
     return Place(device, dtype, threads, _peak_once(device, dtype, threads), runtime.products)
 
 

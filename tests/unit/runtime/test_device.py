@@ -31,7 +31,6 @@ from gptlab.runtime.hardware.device import (
 )
 from gptlab.runtime.hardware.peak import Peak
 from gptlab.runtime.hardware.place import place_of, resolve_dtype
-from gptlab.runtime.processes.distributed import World
 
 CPU = torch.device("cpu")
 
@@ -449,18 +448,6 @@ def test_each_run_of_a_process_has_its_own_threads(monkeypatch: pytest.MonkeyPat
     finally:
         torch.set_num_threads(before)
         place_module._peak_once.cache_clear()
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="torch's own number is kept on macOS")
-@pytest.mark.usefixtures("own_threads")
-def test_processes_of_one_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Started by srun or spawn, which set no OMP_NUM_THREADS, each would take all of them."""
-    monkeypatch.setattr(place_module, "_peak_once", lambda *place: Peak(None, "unknown"))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(cpu_module, "usable_cores", lambda: 4)
-    config = RunConfig(runtime=RuntimeConfig(device="cpu", dtype="float32"))
-    for processes, threads in ((1, 4), (2, 2), (5, 1)):
-        assert place_of(config, World(0, 8, 0, processes)).threads == threads
 
 
 def test_the_tightest_cgroup_quota_counts(tmp_path: Path) -> None:
