@@ -40,7 +40,7 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
             made_by = shlex.join([str(path), *lab.settings.asked])
             raise UserError(f"{path} is a lab already, made by `gptlab lab new {made_by}`")
         given, was = _given(request), lab.settings.given
-        if asked and (changed := [name for name in {**was, **given} if given.get(name) != was.get(name)]):
+        if asked and was and (changed := [name for name in {**was, **given} if given.get(name) != was.get(name)]):
             raise UserError(
                 f"the TOML file of {path} was edited after `gptlab lab new` ({', '.join(changed)}): undo that, or make "
                 "another lab of it"
