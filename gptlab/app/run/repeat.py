@@ -15,6 +15,7 @@ from gptlab.config.load import apply_overrides, config_from_json, flatten
 from gptlab.config.recipes import RECIPES, configure, recorded_arguments, with_changes
 from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import Machine
+from gptlab.lab.experiments.folder import require_validation_text
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
 from gptlab.runtime.records.run_directory import RunDirectory, is_run
 
@@ -35,14 +36,18 @@ def stored_config(run: RunDirectory) -> RunConfig:
 
 
 def repeated_config(request: RunRequest, run: RunDirectory) -> RunConfig:
-    """The configuration of `run`, with what the request changes."""
+    """The configuration of `run`, with what the request changes. UserError where it would validate on the training
+    text of a lab."""
     stored = stored_config(run)
     # The vocabulary size follows from the tokenizer, which other data or another --tokenizer may change.
     config = replace(stored, run_dir=None, model=replace(stored.model, vocab_size=None))
     request.require_own_arguments(config.recipe)
     if request.depth is not None or request.recipe_arguments:
         config = _from_recipe(config, request, run.sized_for())
-    return with_changes(config, request.overrides)
+    config = with_changes(config, request.overrides)
+    if config.eval.validates:
+        require_validation_text(config.data)
+    return config
 
 
 def _from_recipe(config: RunConfig, request: RunRequest, sized_for: Facts) -> RunConfig:

@@ -25,7 +25,6 @@ from gptlab.eval.bits_per_byte import Evaluation, evaluate, rows_of_pass
 from gptlab.eval.core import CoreResult, EncodedTask, encode_tasks, measure_core
 from gptlab.eval.core_tasks import core_folder, find_bundle, read_tasks
 from gptlab.eval.sampling import prompt_tokens, sample_texts, validation_prompts
-from gptlab.lab.experiments.folder import require_validation_text
 from gptlab.model.counting import FlopsPerToken, ParameterCounts, flops_per_token, parameter_counts
 from gptlab.model.interop.pretrained import Pretrained, find_pretrained, require_fits
 from gptlab.model.kernels.ops import begin_kernels, implementations
@@ -221,8 +220,6 @@ def _with_masks(session: Session) -> Session:
 
 def prepared(config: RunConfig, place: Place, console: Console) -> PreparedData:
     """The tokens, made or found in the cache, while another thread builds the C++ kernels."""
-    if config.eval.validates:
-        require_validation_text(config.data)
     begin_kernels(place.device, place.dtype)
     return prepare(config.data, config.tokenizer, console=console)
 
