@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from gptlab.data.rows import RowSource
     from gptlab.model.gpt import GPT
 
-_training = threading.RLock()
+_training: tuple[int, int] | None = None
+"""The process and the thread that train."""
 
 
 def train(
@@ -116,13 +117,19 @@ def train(
 
 @contextmanager
 def _only_thread() -> Iterator[None]:
-    """UserError while another thread is in the context; the same one may be, from `on_step`."""
-    if not _training.acquire(blocking=False):
-        raise UserError("another thread of this process is training: train in a process of its own (multiprocessing)")
+    """UserError while another thread of this process is in the context; the same one may be, from `on_step`."""
+    global _training
+    here, before = (os.getpid(), threading.get_ident()), _training
+    if before is not None and before != here and before[0] == here[0]:  # not of the process that forked this one
+        raise UserError(
+            "another thread of this process is training: train in a process of its own "
+            "(multiprocessing.get_context('spawn'))"
+        )
+    _training = here
     try:
         yield
     finally:
-        _training.release()
+        _training = before
 
 
 def _changed(config: RunConfig, request: RunRequest) -> RunConfig:

@@ -15,6 +15,7 @@ from typing import NoReturn
 from gptlab.config.errors import (
     EXIT_BROKEN_PIPE,
     EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
     EXIT_USAGE,
     UserError,
     nearest_name,
@@ -79,6 +80,10 @@ def entry_point() -> None:
     _open_standard_streams()
     gc.set_threshold(100_000)  # With Python's default of 700, importing torch takes 0.4 s longer.
     code = main(sys.argv[1:])
+    if code == EXIT_PREEMPTED:  # without the interpreter's wait for threads, such as of a compiler: minutes
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     gc.freeze()  # Otherwise the interpreter collects the garbage of torch's compiler before it exits: 0.9 s.
     sys.exit(code)
 

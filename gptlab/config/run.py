@@ -190,7 +190,9 @@ class SampleConfig:
     from_validation: NotNegative[int] = 0
     """Prompts to take from the validation text where `prompts` is empty. 0, with no prompts: no samples."""
     every_steps: Positive[int] | None = None
-    """Sample every N steps. None: only at the end."""
+    """Sample every N steps, and at the end. None: not by steps."""
+    every_seconds: Positive[float] | None = None
+    """Sample every X seconds of the training clock, and at the end. None: not by time."""
     max_tokens: Positive[int] = 128
     """Tokens to generate for each prompt."""
     temperature: NotNegative[float] = 0.8

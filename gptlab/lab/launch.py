@@ -18,6 +18,7 @@ from typing import Any, Self
 import gptlab
 from gptlab.config.errors import cannot
 from gptlab.runtime.hardware.cpu import usable_cores
+from gptlab.runtime.processes.distributed import TASK_COUNTS
 from gptlab.runtime.records.run_directory import RunDirectory
 
 # Of a run whose launcher was killed: it finishes its step and saves.
@@ -119,7 +120,8 @@ def resumed_arguments(folder: Path) -> list[str] | None:
 
 def _environment() -> dict[str, str]:
     """The variables of this process, in which `gptlab` is this one."""
-    variables = dict(os.environ)
+    # srun may have started several workers, each of which starts runs of one process.
+    variables = {name: value for name, value in os.environ.items() if name not in TASK_COUNTS}
     if sys.platform != "darwin":  # as `set_threads` chooses, whatever else computes: runs are compared
         variables.setdefault("OMP_NUM_THREADS", str(usable_cores()))
     own = Path(gptlab.__file__).parents[1]

@@ -232,7 +232,8 @@ class Agenda:
         return self._due(state, state.core_measured, self.config.eval.core_every_steps)
 
     def sample_due(self, state: TrainState) -> bool:
-        return self._due(state, state.sampled, self.config.sample.every_steps)
+        wanted = self.config.sample
+        return self._due(state, state.sampled, wanted.every_steps, wanted.every_seconds)
 
     def checkpoint_due(self, state: TrainState) -> bool:
         wanted = self.config.checkpoint

@@ -31,6 +31,8 @@ _SIGNALS = tuple(signal.Signals[name] for name in _NAMES if hasattr(signal, name
 _ANSWER_SECONDS = 1.0
 # torchrun polls its workers ten times a second; a busy machine is slower. A person reads the answer first.
 _ECHO_SECONDS = 3.0
+# A step that takes so much longer than the one before, and within which SIGCONT came, was paused.
+_PAUSE_SECONDS = 1.0
 
 
 class StoppedEarly(KeyboardInterrupt):
@@ -139,9 +141,10 @@ class Signals:
         """Called after a step with its seconds and the number of steps done; listens too. Returns the seconds that
         count: of several processes, rank 0's; of a step within which the process was stopped and continued, those of
         the step before."""
-        was_stopped = time.perf_counter() - self._continued_at < step_seconds
-        if was_stopped and self._step_seconds is not None:
-            step_seconds = min(step_seconds, self._step_seconds)
+        was_continued = time.perf_counter() - self._continued_at < step_seconds
+        # Slurm also sends SIGCONT to processes that it has not stopped.
+        if was_continued and self._step_seconds is not None and step_seconds > self._step_seconds + _PAUSE_SECONDS:
+            return self._step_seconds
         self._step_seconds = step_seconds
         return step_seconds
 

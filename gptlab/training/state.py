@@ -27,8 +27,8 @@ from gptlab.training.parallel.strategy import Strategy, whole_optimizer
 # Prefix of the random generators' states among a checkpoint's optimizer tensors.
 _RNG = "rng."
 
-# Evaluation and checkpoints may be due by the clock. The others are due by steps alone, and no clock of them is saved.
-_DUE_BY_CLOCK = ("evaluated", "saved")
+# CORE is due by steps alone, and no clock of it is saved.
+_DUE_BY_CLOCK = ("evaluated", "sampled", "saved")
 
 # autoresearch and nanochat smooth the logged loss with 0.9, nanoGPT its MFU.
 _BETA = 0.9

@@ -136,7 +136,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the training text of a lab is measured as if it validated", "lab/experiments/folder.py",
-        "    if has_stand_in(data):", "    if False:",
+        "if has_stand_in(data) and not data.val_source:", "if False:",
         ["test_cli_eval_sample.py::TestEval::test_the_training_text_of_a_lab_is_not_measured_as_if_it_validated"],
     ),
     Mutation(

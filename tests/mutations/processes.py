@@ -92,8 +92,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank on another disk trains until the first save", "app/run/attempt.py",
-        'None if run.recorded() == said["record"] else platform.node()', "None",
+        "None if run else platform.node()", "None",
         ["test_ranks.py::TestRunFolder::test_that_a_rank_does_not_see_is_refused"],
+    ),
+    Mutation(
+        "a rank that sees an older run folder for a moment ends the run", "app/run/attempt.py",
+        "if time.monotonic() > until:", "if True:",
+        ["test_ranks.py::TestRunFolder::test_may_be_seen_a_moment_later"],
     ),
     Mutation(
         "ranks look for the run folder in their own working folders", "app/run/attempt.py",

@@ -28,8 +28,13 @@ MUTATIONS = [
         ["test_signals.py::TestSignals::test_nor_the_exit_code_of_a_process_that_is_about_to_exit"],
     ),
     Mutation(
+        "a SIGCONT without a pause shortens a step", "training/signals.py",
+        "step_seconds > self._step_seconds + _PAUSE_SECONDS", "step_seconds > self._step_seconds",
+        ["test_signals.py::TestInThisProcess::test_a_pause_is_off_the_clock"],
+    ),
+    Mutation(
         "a paused process spends its time", "training/signals.py",
-        "step_seconds = min(step_seconds, self._step_seconds)", "pass",
+        "            return self._step_seconds\n", "            return step_seconds\n",
         ["test_signals.py::TestInThisProcess::test_a_pause_is_off_the_clock"],
     ),
     Mutation(
@@ -152,6 +157,11 @@ MUTATIONS = [
         ["test_train.py::TestEnd::test_evaluation_only",
          "test_init_from.py::test_eval_only_measures_the_weights_and_trains_nothing"],
         ["`eval_only` ends after"],
+    ),
+    Mutation(
+        "the clock of samples begins again with a resumed run", "training/state.py",
+        '_DUE_BY_CLOCK = ("evaluated", "sampled", "saved")', '_DUE_BY_CLOCK = ("evaluated", "saved")',
+        ["test_resume.py::test_killed_with_everything_due_by_the_clock"],
     ),
     Mutation(
         "no validation at the end unless it is due", "training/loop.py",

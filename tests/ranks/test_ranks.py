@@ -572,13 +572,37 @@ class TestRunFolder:
         second.share_run_folder()
         assert second.run == RunDirectory(tmp_path / "r")
 
+    def test_is_where_a_rank_finds_it_by_the_path_that_was_given(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As on a file server, where the folder that other machines mount as /home is a link to /export/home."""
+        run = RunDirectory.create(tmp_path / "r", {}, {})
+        monkeypatch.chdir(tmp_path)
+        told = {"paths": ["/export/home/r", "r"], "run": run.recorded()}
+        second = Attempt(Console(), [], 0.0, group=SecondOfTwo(told))
+        second.share_run_folder()
+        assert second.run == RunDirectory(Path("r"))
+
+    def test_may_be_seen_a_moment_later(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A network file system shows for some seconds what was there before."""
+        run = RunDirectory.create(tmp_path / "r", {}, {})
+        told = {"paths": [str(run.path)], "run": run.recorded()}
+        seen = iter([{}, {"resumes": []}, run.recorded()])
+        monkeypatch.setattr(RunDirectory, "recorded", lambda self: next(seen))
+        second = Attempt(Console(), [], 0.0, group=SecondOfTwo(told))
+        second.share_run_folder()
+        assert second.run == run
+
     @pytest.mark.parametrize("its", ["nothing", "a copy that is not resumed"])
-    def test_that_a_rank_does_not_see_is_refused(self, tmp_path: Path, its: str) -> None:
+    def test_that_a_rank_does_not_see_is_refused(
+        self, tmp_path: Path, its: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("gptlab.app.run.attempt.SEEN_SECONDS", 0.0)
         run = RunDirectory.create(tmp_path / "r", {}, {})
         if its != "nothing":
             shutil.copytree(run.path, tmp_path / "its")
         run.set_status("running", resumes=[{"start": "today"}])
-        told = {"path": str(tmp_path / "its"), "record": run.recorded()}
+        told = {"paths": [str(tmp_path / "its"), "its"], "run": run.recorded()}
         with pytest.raises(
             UserError, match=r"^rank 1 \(on .*\) does not see the run folder .*/its of rank 0: give all"
         ):
@@ -588,8 +612,8 @@ class TestRunFolder:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run = RunDirectory.create(tmp_path / "r", {}, {})
-        attempt = Attempt(Console(), [], 0.0, run=run)
-        monkeypatch.setattr(attempt.group, "gather", lambda name, value: [None, None, "node7"])
+        first = Attempt(Console(), [], 0.0, run=run)
+        monkeypatch.setattr(first.group, "gather", lambda name, value: [None, None, "node7"])
         with pytest.raises(UserError, match=r"rank 2 \(on node7\)"):
-            attempt.share_run_folder()
+            first.share_run_folder()
         assert run.recorded()["status"] == "failed"

@@ -150,8 +150,9 @@ def test_the_dtype_that_was_timed_stays(folder: Path, monkeypatch: pytest.Monkey
 def test_killed_with_everything_due_by_the_clock(folder: Path) -> None:
     """A horizon in seconds is exact too, as far as the clock is: here it is one that the test turns."""
     changes: dict[str, Any] = {
-        "minutes": 0.15, "eval__every_steps": None, "eval__every_seconds": 4.0, "checkpoint__every_steps": None,
-        "checkpoint__every_seconds": 2.5, "schedule__warmup_fraction": 0.0,
+        "minutes": 0.15, "eval__every_steps": None, "eval__every_seconds": 4.0, "sample__every_steps": None,
+        "sample__every_seconds": 3.0, "checkpoint__every_steps": None, "checkpoint__every_seconds": 2.5,
+        "schedule__warmup_fraction": 0.0,
     }  # fmt: skip
 
     place_of(make_config(folder, "clock"))  # The machine is measured by the true clock.

@@ -288,20 +288,24 @@ class TestInThisProcess:
     def test_a_pause_is_off_the_clock(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Ctrl-Z and fg: the fifteen seconds between them ended a run of twelve seconds, whose rates had not fallen."""
+        """Ctrl-Z and fg: the fifteen seconds between them ended a run of twelve seconds, whose rates had not fallen.
+        Slurm sends SIGCONT also where nothing was stopped."""
+        seconds = [0.25, 15.0, 0.25, 0.75]
         real = loop.train_step
 
         def paused(state: TrainState, *rest: Any) -> TrainStep:
             step = real(state, *rest)
-            if state.step == 1:
+            if state.step in (1, 3):
                 signal.raise_signal(signal.SIGCONT)
-            return replace(step, seconds=15.0 if state.step == 1 else 0.25)
+            return replace(step, seconds=seconds[state.step])
 
         monkeypatch.setattr(loop, "train_step", paused)
-        gptlab.train(make_config(folder, "paused", steps=3))
+        gptlab.train(make_config(folder, "paused", steps=4))
         times = [(line["step_seconds"], line["train_seconds"]) for line in lines_of(folder / "paused", "train")]
-        assert times == [(0.25, 0.25), (0.25, 0.5), (0.25, 0.75)]
-        assert "step 00002: the process was paused; 14.8 s are off the clock" in capsys.readouterr().out
+        assert times == [(0.25, 0.25), (0.25, 0.5), (0.25, 0.75), (0.75, 1.5)]
+        out = capsys.readouterr().out
+        assert "step 00002: the process was paused; 14.8 s are off the clock" in out
+        assert out.count("was paused") == 1
         assert signal.getsignal(signal.SIGCONT) == signal.SIG_DFL
 
     def test_from_python_it_is_an_interrupt_while_there_is_no_run(

@@ -462,12 +462,14 @@ class TestClock:
         with FakeClock.running():
             run = train(
                 folder, "budget", minutes=0.2, eval__every_steps=None, eval__every_seconds=5.0,
-                checkpoint__every_steps=None, checkpoint__every_seconds=4.5, schedule__warmup_fraction=0.0,
+                sample__every_steps=None, sample__every_seconds=7.0, checkpoint__every_steps=None,
+                checkpoint__every_seconds=4.5, schedule__warmup_fraction=0.0,
             )  # fmt: skip
         lines = lines_of(run, "train")
         assert len(lines) == 12
         assert [line["lr_scale"] for line in lines] == pytest.approx([1.0] * 7 + [5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
         assert [line["step"] for line in lines_of(run, "eval")] == [0, 5, 10, 12]
+        assert sorted({line["step"] for line in lines_of(run, "sample")}) == [7, 12]
         assert [line["step"] for line in lines_of(run, "checkpoint")] == [5, 9, 12]
 
     def test_failed_saves_are_tried_again_when_the_next_is_due(

@@ -26,15 +26,12 @@ import os
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-
-import torch
 
 COMMITS = {
     "nanogpt": "3adf61e154c3fe3fca428ad6bc3818b27a3b8291",  # 2025-11-12
@@ -79,6 +76,7 @@ CASES = (
 
 
 def steps_of_nanochat(case: Case) -> Callable[[], object]:
+    import torch
     from nanochat.gpt import GPT, GPTConfig
 
     config = GPTConfig(
@@ -104,6 +102,7 @@ def steps_of_nanochat(case: Case) -> Callable[[], object]:
 
 
 def steps_of_nanogpt(case: Case) -> Callable[[], object]:
+    import torch
     from model import GPT, GPTConfig
 
     config = GPTConfig(
@@ -128,13 +127,14 @@ def steps_of_nanogpt(case: Case) -> Callable[[], object]:
 
 
 def steps_of_gptlab(case: Case) -> Callable[[], object]:
+    from gptlab.runtime.hardware.cpu import limit_spinning
+
+    limit_spinning()  # before torch is imported, as the command does
     from gptlab.bench.timing import made_up_run, whole_steps
     from gptlab.config.load import apply_overrides
     from gptlab.config.recipes import configure
-    from gptlab.runtime.hardware.cpu import limit_spinning
     from gptlab.runtime.hardware.place import place_of
 
-    limit_spinning()
     fields = {
         "model.vocab_size": case.vocab_size, "model.seq_len": case.seq_len, "model.dropout": case.dropout,
         "batch.total_tokens": case.rows * case.seq_len, "batch.micro_sequences": case.rows,
@@ -152,12 +152,11 @@ def steps_of_gptlab(case: Case) -> Callable[[], object]:
 
 def take_turns(case: Case, program: str) -> None:
     """Lines of standard input are the seconds of a turn; answered with the milliseconds of its steps."""
-    from gptlab.training.step import quiet_garbage
-
     answers, sys.stdout = sys.stdout, io.StringIO()  # the originals print
-    torch.manual_seed(1337)
     steps = {"nanochat": steps_of_nanochat, "nanogpt": steps_of_nanogpt, "gptlab": steps_of_gptlab}
     step = steps[program](case)
+    from gptlab.training.step import quiet_garbage
+
     with quiet_garbage():
         step()
         print("ready", file=answers, flush=True)
@@ -245,14 +244,14 @@ def seconds_of(folder: Path, arguments: list[str], environment: dict[str, str] |
     return time.perf_counter() - began
 
 
-def read_original(clone: Path, commit: str, folder: Path) -> Path:
+def read_original(clone: Path, commit: str, folder: Path) -> None:
     """The files of a clone at this commit, in a folder."""
-    archive = subprocess.run(["git", "-C", str(clone), "archive", commit], capture_output=True)
-    if archive.returncode:
-        sys.exit(f"cannot read commit {commit} in {clone}: {archive.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
-    return folder
+    for command in (
+        ["clone", "--shared", "--no-checkout", str(clone), str(folder)], ["-C", str(folder), "checkout", commit],
+    ):  # fmt: skip
+        done = subprocess.run(["git", *command], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"cannot read commit {commit} in {clone}: {done.stderr.strip()}")
 
 
 def main() -> None:

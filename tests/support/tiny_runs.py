@@ -46,7 +46,8 @@ FLAGS: Flags = {
     "schedule.warmup_fraction": 0.1, "optim.grad_clip": 1.0, "eval.every_steps": 3, "eval.every_seconds": None,
     "eval.micro_sequences": 20,
     "checkpoint.every_steps": 4, "checkpoint.every_seconds": None, "sample.prompts": ["the ", "fox"],
-    "sample.every_steps": 6, "sample.max_tokens": 3, "runtime.device": "cpu", "runtime.dtype": "float32",
+    "sample.every_steps": 6, "sample.every_seconds": None, "sample.max_tokens": 3,
+    "runtime.device": "cpu", "runtime.dtype": "float32",
     "runtime.compile": "off", "runtime.threads": 1, "log.report": False,
 }  # fmt: skip
 """Two micro-batches a step, about eight steps an epoch, dropout on; at step 12 everything is due at once. One layer:

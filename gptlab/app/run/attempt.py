@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,9 @@ from gptlab.runtime.processes.liveness import Failure, PeerFailed
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory, default_run_path
 from gptlab.training.signals import Signals, StoppedEarly, behind_signal
+
+# A network file system may show a machine for so long what a folder held before (NFS: acdirmax).
+SEEN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +79,22 @@ class Attempt:
         see there what rank 0 has written; the other ranks end with rank 0."""
         from gptlab.app.run.ranks import rank_0_reports
 
-        # Absolute, since the processes may have different working folders.
-        mine = self.run and {"path": str(self.run.path.absolute()), "record": self.run.recorded()}
+        # Absolute, since the processes may have different working folders; as given, since a machine may mount them at
+        # another place.
+        mine = self.run and {"paths": [str(self.run.path.absolute()), str(self.run.path)], "run": self.run.recorded()}
         said = self.group.broadcast("run folder", mine)
-        run = self.run = self.run if self.group.is_main and self.run else RunDirectory(Path(said["path"]))
-        # Not by its id, which copies on the disks of several machines have in common.
-        hosts = self.group.gather("run folder seen", None if run.recorded() == said["record"] else platform.node())
+        run = self.run if self.group.is_main else _seen(said["paths"], said["run"])
+        hosts = self.group.gather("run folder seen", None if run else platform.node())
+        self.run = run or RunDirectory(Path(said["paths"][0]))
         if (other := next((rank for rank, host in enumerate(hosts) if host is not None), None)) is None:
             return
         with rank_0_reports(self.group, "run folder not seen"):
             text = (
-                f"rank {other} (on {hosts[other]}) does not see the run folder {said['path']} of rank 0: give all "
+                f"rank {other} (on {hosts[other]}) does not see the run folder {said['paths'][0]} of rank 0: give all "
                 "processes one on a disk that their machines share"
             )
             if self.group.is_main:
-                run.set_failed(text)
+                self.run.set_failed(text)
             raise UserError(text)
 
     def restarted(self, request: RunRequest) -> RunRequest | Result:
@@ -207,6 +212,19 @@ def begun_folder(job: Job) -> Path | None:
         if RunDirectory.open(folder).read_provenance().get("job") == job.id:
             return folder
     return None
+
+
+def _seen(paths: Sequence[str], record: object) -> RunDirectory | None:
+    """The first of these run folders whose run.json holds `record`. Not by the run's id, which copies on the disks of
+    several machines have in common."""
+    until = time.monotonic() + SEEN_SECONDS
+    while True:
+        for path in paths:
+            if (run := RunDirectory(Path(path))).recorded() == record:
+                return run
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.1)
 
 
 def stopped_early(signal_name: str, run: RunDirectory | None, resumes: str | None) -> str:

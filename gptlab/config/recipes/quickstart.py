@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import quickstart_on_gpu
@@ -87,6 +88,10 @@ def quickstart(
         tokens = tokens_within(horizon, shape, flops_per_second)
         total_tokens = step_tokens(tokens, per_root, CPU_MICRO_TOKENS)
     by_steps = horizon.unit == "tokens" or validates_by_steps(horizon)
+    quarters: dict[str, Any] = {
+        "every_seconds": horizon.amount / 4 if horizon.unit == "seconds" else None,
+        "every_steps": math.ceil(tokens / total_tokens / 4) if by_steps else None,
+    }
     rows = CPU_MICRO_TOKENS // seq_len
     if machine is not None and (gpu is not None or machine.processes > 1):
         rows = quickstart_on_gpu.micro_rows(machine, total_tokens, seq_len, cpu_tokens=CPU_MICRO_TOKENS)
@@ -103,12 +108,8 @@ def quickstart(
         optim=muon_and_adamw(
             shape.n_embd, head_lr=HEAD_LR, adamw_scale=quickstart_adamw_scale(total_tokens), scaled_decay=False
         ),
-        eval=EvalConfig(
-            every_seconds=horizon.amount / 4 if horizon.unit == "seconds" else None,
-            every_steps=math.ceil(tokens / total_tokens / 4) if by_steps else None,
-            tokens=131_072,
-        ),
-        sample=SampleConfig(from_validation=4, max_tokens=96, temperature=0.7, top_k=40),
+        eval=EvalConfig(**quarters, tokens=131_072),
+        sample=SampleConfig(**quarters, from_validation=2, max_tokens=96, temperature=0.7, top_k=40),
         checkpoint=CheckpointConfig(every_seconds=60.0),
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes.quickstart import (
@@ -60,6 +61,10 @@ def shakespeare_char(
     seq_len = min(CONTEXT, total_tokens)
     epochs = tokens / ((machine and machine.training_tokens) or TEXT_TOKENS)
     weight_decay = WEIGHT_DECAY if epochs < MANY_EPOCHS else WEIGHT_DECAY_OF_MANY_EPOCHS
+    sixths: dict[str, Any] = {
+        "every_seconds": horizon.amount / 6 if horizon.unit == "seconds" else None,
+        "every_steps": math.ceil(tokens / total_tokens / 6) if validates_by_steps(horizon) else None,
+    }
     return RunConfig(
         recipe="shakespeare-char",
         model=ModelConfig(
@@ -71,9 +76,6 @@ def shakespeare_char(
         batch=BatchConfig(total_tokens=total_tokens, micro_sequences=total_tokens // seq_len),
         horizon=horizon,
         optim=muon_and_adamw(shape.n_embd, weight_decay=weight_decay, adamw_scale=0.5, scaled_decay=False),
-        eval=EvalConfig(
-            every_seconds=horizon.amount / 6 if horizon.unit == "seconds" else None,
-            every_steps=math.ceil(tokens / total_tokens / 6) if validates_by_steps(horizon) else None,
-        ),
-        sample=SampleConfig(prompts=("\n",), max_tokens=300),
+        eval=EvalConfig(**sixths),
+        sample=SampleConfig(**sixths, prompts=("\n",), max_tokens=300),
     )  # fmt: skip

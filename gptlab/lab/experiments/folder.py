@@ -222,8 +222,8 @@ def has_stand_in(data: DataConfig) -> bool:
 
 
 def require_validation_text(data: DataConfig) -> None:
-    """UserError for a corpus that `has_stand_in`."""
-    if has_stand_in(data):
+    """UserError for a corpus that `has_stand_in`, unless another text validates."""
+    if has_stand_in(data) and not data.val_source:
         raise UserError(
             f"{', '.join(data.source)} is a lab's training text, and its judge keeps what validates (`gptlab lab show` "
             "has the bits per byte of its runs): name the corpus that the lab was made of with --data"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class World:
     def _of_torchrun(cls, given: Mapping[str, str]) -> World:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         alone = {"RANK": "0", "LOCAL_RANK": "0"} if given["WORLD_SIZE"] == "1" else {}
-        known = {"LOCAL_WORLD_SIZE": "1", **alone, **given}
+        known = {"LOCAL_WORLD_SIZE": "1", **alone, **{name: value for name, value in given.items() if value}}
         try:
             rank, size, local_rank, local_size = (int(known[name]) for name in names)
         except (KeyError, ValueError):
@@ -60,9 +61,16 @@ class World:
         return self.rank == 0
 
 
+TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables in which srun and mpirun (Open MPI; MPICH and Intel's) say how many processes they have started."""
+
+
 def apart(environment: Mapping[str, str] = os.environ) -> str | None:
-    """What to warn of where srun or mpirun has started several processes, and nothing tells each which one it is."""
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    """What to warn of where srun or mpirun has started several processes, and nothing tells each which one it is. Not
+    where a person types: all that is started in a shell that srun started has its variables."""
+    if sys.stdin is not None and sys.stdin.isatty():
+        return None
+    for name in TASK_COUNTS:
         count = environment.get(name, "")
         if count not in ("", "1") and not environment.get("WORLD_SIZE"):
             return (

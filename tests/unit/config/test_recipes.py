@@ -332,7 +332,8 @@ def test_a_run_that_is_to_stop_at_a_loss_validates_on_the_way(
     assert steps is not None
     assert config.eval.every_steps in (math.ceil(steps / parts), steps // parts + 1)
     without = recipe(depth=2, horizon=replace(length, until_val_loss=None))
-    assert config == replace(without, horizon=length, eval=config.eval)
+    assert config.sample.every_steps == config.eval.every_steps
+    assert config == replace(without, horizon=length, eval=config.eval, sample=config.sample)
     assert (without.eval.every_steps is not None) == (recipe is quickstart and unit == "tokens")
 
 
