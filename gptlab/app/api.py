@@ -73,8 +73,9 @@ def train(
             They run off the clock, and may load or train other models: random generators, threads and kernels are
             put back, so they cannot change the run.
         rows: makes the training rows: (prepared data, configuration) -> RowSource.
-        optimizer: makes the optimizer of all weights: model -> torch.optim.Optimizer. Its learning rates are peaks,
-            which the schedule multiplies.
+        optimizer: makes the optimizer of all weights: model -> torch.optim.Optimizer, whose `step` needs no closure.
+            Its learning rates are peaks, which the schedule multiplies. Of the fields of `optim`, only grad_clip
+            applies.
         change_model: changes the model before it is trained, such as `block.mlp = MyMLP(...)` for its blocks. Blocks,
             their `mlp` and `attention`, embeddings and `final_norm` may be replaced. Their inputs are of the run's
             dtype, which may be bfloat16, and their weights float32: make their layers of `gptlab.model.gpt.Linear`,

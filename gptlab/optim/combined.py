@@ -33,6 +33,14 @@ class MatrixOptimizer(Protocol):
     def state_tensors(self) -> dict[str, Tensor]: ...
 
 
+def without_gradient(name: str) -> UserError:
+    """Only a caller's `change_model` leaves a weight unused."""
+    return UserError(
+        f"{name} has no gradient, and every weight takes part in every step: turn off in the configuration what "
+        "change_model leaves unused, or delete it there"
+    )
+
+
 class CombinedOptimizer:
     """Learning rate, momentum and weight decay are arguments of every step: schedules are not part of the state."""
 
@@ -44,7 +52,7 @@ class CombinedOptimizer:
     def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
         """One update. `lr_scale` is a factor on every peak learning rate, `weight_decay_scale` one on Muon's decay;
         AdamW's is constant. `made` (0-d bool, on the device): where False, weights and state stay as they are, whatever
-        the gradients. RuntimeError, with nothing changed, when a parameter has no gradient."""
+        the gradients. UserError, with nothing changed, when a parameter has no gradient."""
         self.require_gradients()
         if self.muon is not None:
             self.muon.step(lr_scale, momentum, weight_decay_scale, made)
@@ -54,7 +62,7 @@ class CombinedOptimizer:
     def require_gradients(self) -> None:
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
-                raise RuntimeError(f"{name} has no gradient: every parameter takes part in every step")
+                raise without_gradient(name)
 
     def zero_grad(self) -> None:
         """Free the gradients."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -24,7 +26,8 @@ class TorchOptimizer(CombinedOptimizer):
     """
 
     def __init__(self, inner: torch.optim.Optimizer, model: nn.Module) -> None:
-        """UserError unless `inner` has exactly the weights of `model`, and nothing that cannot be saved."""
+        """UserError unless `inner` has exactly the weights of `model`, a `step` without arguments, and nothing that
+        cannot be saved."""
         super().__init__(None, None)
         self.inner = inner
         self.parameters = dict(model.named_parameters())
@@ -35,8 +38,17 @@ class TorchOptimizer(CombinedOptimizer):
         if missing or len(held) != len(self.parameters):
             what = f"lacks {missing[0]}" if missing else "has parameters that are not the model's"
             raise UserError(f"optimizer must hold every weight of the model: {type(inner).__name__} {what}")
+        kind = type(inner).__name__
+        if needed := [name for name, one in inspect.signature(inner.step).parameters.items() if _is_required(one)]:
+            raise UserError(f"optimizer: {kind}.step needs {needed[0]}, but a training step computes gradients once")
+        for one in _within(vars(inner).values()):
+            if one.state is not inner.state:
+                raise UserError(
+                    f"optimizer: {kind} holds a {type(one).__name__}, whose state checkpoints would not have: make the "
+                    f"`state` of {kind} its `state` too"
+                )
         self._peaks = [float(group["lr"]) for group in inner.param_groups]
-        self._made = [_beside_weights(group) for group in inner.param_groups]
+        self._made = [deepcopy(_beside_weights(group)) for group in inner.param_groups]
         self._counted()
 
     def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
@@ -95,6 +107,8 @@ class TorchOptimizer(CombinedOptimizer):
             if not isinstance(of, Tensor):
                 raise UserError(f"optimizer: {kind} keeps state of {of!r}, which is no weight: keep it in param_groups")
             for key, value in state.items():
+                if not isinstance(key, str):
+                    raise UserError(f"optimizer: {kind} keeps state as {key!r}: name it by a text, as torch's do")
                 if not isinstance(value, Tensor) and not _json_holds(value):
                     raise UserError(
                         f"optimizer: {kind} keeps a {type(value).__name__} as {key!r} in its state, where checkpoints "
@@ -108,8 +122,8 @@ class TorchOptimizer(CombinedOptimizer):
         if saved.get("version") != _STATE_VERSION or saved.get("torch") != kind:
             raise UserError(f"optimizer state: saved by {saved.get('torch', 'gptlab')}, but this is {kind}")
         for name, parameter in self.parameters.items():
-            parts = ((*key.rpartition("."), value) for key, value in tensors.items())  # a name has no dots
-            own = {key: value for of, _, key, value in parts if of == name}
+            prefix = f"{name}."  # no weight's name begins so: a parameter has no parameters
+            own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
             # As load_state_dict does: counters stay where they are, moments go where the weight is.
             state = {
                 key: value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
@@ -121,7 +135,23 @@ class TorchOptimizer(CombinedOptimizer):
         if len(counted) != len(self._made):
             raise UserError(f"optimizer state: of {len(counted)} param_groups, but this {kind} has {len(self._made)}")
         for group, made, changed in zip(self.inner.param_groups, self._made, counted, strict=True):
-            group |= made | changed
+            group |= deepcopy(made) | changed
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    by_position = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    return by_position and parameter.default is parameter.empty
+
+
+def _within(values: Iterable[object]) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers among these values, and in lists, tuples and dicts of them."""
+    for value in values:
+        if isinstance(value, torch.optim.Optimizer):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _within(value)
+        elif isinstance(value, dict):
+            yield from _within(value.values())
 
 
 def _beside_weights(group: Mapping[str, Any]) -> dict[str, Any]:

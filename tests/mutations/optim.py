@@ -273,13 +273,28 @@ MUTATIONS = [
     # --- one of torch's
     Mutation(
         "what an own optimizer counts in its groups is lost", "optim/torch_optimizer.py",
-        "group |= made | changed", "pass",
+        "group |= deepcopy(made) | changed", "pass",
         ["test_torch_optimizer.py::test_what_groups_count_is_saved_with_the_rest",
          "test_torch_optimizer.py::test_a_state_from_before_a_count_takes_it_back"],
     ),
     Mutation(
+        "a list that grows in an own optimizer's groups is lost", "optim/torch_optimizer.py",
+        "deepcopy(_beside_weights(group))", "_beside_weights(group)",
+        ["test_torch_optimizer.py::test_a_list_that_grows_in_groups_is_saved"],
+    ),
+    Mutation(
+        "the state of an optimizer within an own one is lost", "optim/torch_optimizer.py",
+        "if one.state is not inner.state:", "if False:",
+        ["test_torch_optimizer.py::test_one_that_is_made_of_others_shares_its_state_with_them"],
+    ),
+    Mutation(
+        "an own optimizer whose step needs a closure fails in its first step", "optim/torch_optimizer.py",
+        "return by_position and parameter.default is parameter.empty", "return False",
+        ["test_torch_optimizer.py::test_one_whose_step_needs_a_closure_is_refused"],
+    ),
+    Mutation(
         "a rewound optimizer keeps its later counts", "optim/torch_optimizer.py",
-        "group |= made | changed", "group |= changed",
+        "group |= deepcopy(made) | changed", "group |= changed",
         ["test_torch_optimizer.py::test_a_state_from_before_a_count_takes_it_back"],
     ),
     Mutation(

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from gptlab.config.optim import Role
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
-from gptlab.optim.combined import build_optimizer, divide_by_optimizer, sum_of_squares
+from gptlab.optim.combined import build_optimizer, divide_by_optimizer, sum_of_squares, without_gradient
 from gptlab.optim.muon import Muon, second_moment_sizes
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import TensorSlice, even_slices
@@ -104,7 +104,7 @@ class Zero(Strategy):
             sent.waiting = len(sent.bucket.names)
 
     def finish_reduction(self, loss: Tensor) -> Tensor:
-        """RuntimeError where a parameter has no gradient though this rank computed."""
+        """UserError where a parameter has no gradient though this rank computed."""
         computed, self._armed = self._armed, False
         self._send_rest(computed)
         total = loss.clone()
@@ -164,7 +164,7 @@ class Zero(Strategy):
         bucket = sent.bucket
         for name in bucket.names:
             if computed and self._parameters[name].grad is None:
-                raise RuntimeError(f"{name} has no gradient: every parameter takes part in every step")
+                raise without_gradient(name)
         gradients = {name: self._parameters[name].grad for name in bucket.names}
         parts: list[Tensor] = []
         for owned in bucket.slices:

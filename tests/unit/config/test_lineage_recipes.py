@@ -174,8 +174,8 @@ OWN = {
     "eval.train_tokens", "eval.every_seconds", "eval.micro_sequences", "eval.core_every_steps",
     "sample.from_validation", "sample.every_seconds", "checkpoint.every_steps", "checkpoint.every_seconds",
     "checkpoint.keep_last", "checkpoint.keep_every_steps", "faults.max_skipped", "faults.max_skipped_in_a_row",
-    "faults.max_rewinds", "faults.spike_factor", "faults.spike_window", "runtime.threads", "runtime.log_every_steps", "runtime.max_loss",
-    "runtime.process_timeout_seconds", "parallel.shard_ranks",
+    "faults.max_rewinds", "faults.spike_factor", "faults.spike_window", "runtime.threads", "runtime.log_every_steps",
+    "runtime.max_loss", "runtime.process_timeout_seconds", "parallel.shard_ranks",
 }  # fmt: skip
 """Numbers of which a lineage says nothing: gptlab's defaults, in every recipe whose table does not name them."""
 

@@ -293,7 +293,7 @@ def test_a_missing_gradient_is_an_error() -> None:
     optimizer = make(weights)
     set_gradients(weights, 0)
     weights["x0_lambdas"].grad = None
-    with pytest.raises(RuntimeError, match="x0_lambdas has no gradient"):
+    with pytest.raises(UserError, match="x0_lambdas has no gradient"):
         optimizer.step(1.0, 0.9, 1.0)
     assert all(torch.equal(p, before) for p, before in zip(weights.values(), make_weights().values(), strict=True))
     optimizer.zero_grad()

@@ -58,6 +58,75 @@ def test_a_state_from_before_a_count_takes_it_back() -> None:
     assert optimizer.inner.param_groups[0]["count"] == 0
 
 
+def test_a_list_that_grows_in_groups_is_saved() -> None:
+    """It was compared with itself, and lost."""
+    model = nn.Linear(1, 1)
+
+    class Remembers(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.param_groups[0]["losses"].append(float(len(self.param_groups[0]["losses"])))
+
+    def made() -> TorchOptimizer:
+        return TorchOptimizer(Remembers([{"params": list(model.parameters()), "losses": []}], lr=0.1), model)
+
+    optimizer = made()
+    first = json.loads(json.dumps(optimizer.state_json()))
+    step(optimizer), step(optimizer)
+    resumed = made()
+    resumed.load_state({}, json.loads(json.dumps(optimizer.state_json())))
+    step(resumed)
+    assert resumed.inner.param_groups[0]["losses"] == [0.0, 1.0, 2.0]
+    resumed.load_state({}, first)
+    step(resumed)
+    resumed.load_state({}, first)
+    assert resumed.inner.param_groups[0]["losses"] == []
+
+
+def test_one_that_is_made_of_others_shares_its_state_with_them() -> None:
+    """Muon and AdamW in one: their moments began again at zero in a resumed run, without a word."""
+    model = nn.Linear(2, 2)
+
+    class Two(torch.optim.Optimizer):
+        def __init__(self, shares: bool) -> None:
+            super().__init__(model.parameters(), {"lr": 0.1})
+            self.inner = [torch.optim.AdamW([model.weight]), torch.optim.AdamW([model.bias])]
+            for one in self.inner if shares else ():
+                one.state = self.state
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for one in self.inner:
+                one.step()
+
+    with pytest.raises(UserError, match="Two holds a AdamW, whose state checkpoints would not have: make the `state`"):
+        TorchOptimizer(Two(shares=False), model)
+    optimizer, resumed = TorchOptimizer(Two(shares=True), model), TorchOptimizer(Two(shares=True), model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    step(optimizer)
+    assert {name.rpartition(".")[0] for name in optimizer.state_tensors()} == {"weight", "bias"}
+    resumed.load_state(optimizer.state_tensors(), optimizer.state_json())
+    assert resumed.inner.inner[0].state[model.weight]["exp_avg"].eq(0.1).all()  # type: ignore[attr-defined]
+
+
+def test_one_whose_step_needs_a_closure_is_refused() -> None:
+    """The run was made, and ended in its first step by a TypeError."""
+    model = nn.Linear(1, 1)
+    with pytest.raises(UserError, match=r"LBFGS\.step needs closure, but a training step computes gradients once"):
+        TorchOptimizer(torch.optim.LBFGS(model.parameters()), model)
+
+
+def test_a_key_with_a_dot_comes_back_and_one_that_is_no_text_is_refused() -> None:
+    model, optimizer = wrapped()
+    optimizer.inner.state[model.weight] = {"a.b": torch.ones(2)}
+    step(optimizer)
+    other, resumed = wrapped()
+    resumed.load_state(optimizer.state_tensors(), optimizer.state_json())
+    assert resumed.inner.state[other.weight]["a.b"].equal(torch.ones(2))
+    optimizer.inner.state[model.weight] = {0: torch.ones(2)}
+    with pytest.raises(UserError, match="CountsInGroups keeps state as 0: name it by a text"):
+        step(optimizer)
+
+
 def test_a_count_that_cannot_be_saved_is_refused_at_once() -> None:
     with pytest.raises(UserError, match="CountsInGroups keeps a Tensor as 'count' in its param_groups"):
         wrapped(torch.zeros(2))

@@ -15,6 +15,7 @@ from tiny_runs import make_config, write_corpus
 from torch import Tensor
 
 from gptlab.app.run.session import open_session
+from gptlab.config.errors import UserError
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
 from gptlab.config.run import ParallelConfig, RunConfig
@@ -382,7 +383,7 @@ class TestGradients:
         zero, _ = self.zero(0)
         zero.before_backward(True)
         self.model.head_loss(torch.zeros(2, 16, 32), self.tokens).backward()
-        with pytest.raises(RuntimeError, match="has no gradient"):
+        with pytest.raises(UserError, match="has no gradient"):
             zero.finish_reduction(torch.zeros(()))
 
 
