@@ -345,13 +345,14 @@ def test_peak_memory_rises_with_an_allocation_and_stays() -> None:
     before = peak_memory_mb(CPU)
     ballast = []
     # Once, unless a machine short of memory takes the pages of shared libraries away meanwhile.
-    while not ballast or (_resident_bytes() < (before + 54.0) * 2**20 and len(ballast) < 10):
-        ballast.append(bytearray(int((before + 64.0) * 2**20) - _resident_bytes()))
+    while not ballast or (_resident_bytes() < (before + 108.0) * 2**20 and len(ballast) < 10):
+        ballast.append(bytearray(int((before + 128.0) * 2**20) - _resident_bytes()))
         for i in range(0, len(ballast[-1]), 4096):  # touch each page
             ballast[-1][i] = 1
     del ballast
-    # 20 MiB of tolerance: the allocator may have had touched pages to spare, and the kernel counts by thread.
-    assert before + 44.0 < peak_memory_mb(CPU) < before + 200.0
+    # 64 MiB of tolerance: the allocator may have had touched pages to spare, and the kernel counts by thread (10 MiB
+    # in a test process of 2 GiB).
+    assert before + 64.0 < peak_memory_mb(CPU) < before + 264.0
 
 
 def _resident_bytes() -> int:
