@@ -80,9 +80,7 @@ def entry_point() -> None:
     _open_standard_streams()
     gc.set_threshold(100_000)  # With Python's default of 700, importing torch takes 0.4 s longer.
     code = main(sys.argv[1:])
-    if code == EXIT_PREEMPTED:  # without the interpreter's wait for threads, such as of a compiler: minutes
-        sys.stdout.flush()
-        sys.stderr.flush()
+    if code == EXIT_PREEMPTED:  # The interpreter would wait for threads, such as of a compiler: minutes.
         os._exit(code)
     gc.freeze()  # Otherwise the interpreter collects the garbage of torch's compiler before it exits: 0.9 s.
     sys.exit(code)

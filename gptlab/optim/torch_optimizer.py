@@ -44,8 +44,8 @@ class TorchOptimizer(CombinedOptimizer):
         for one in _within(vars(inner).values()):
             if one.state is not inner.state:
                 raise UserError(
-                    f"optimizer: {kind} holds a {type(one).__name__}, whose state checkpoints would not have: make the "
-                    f"`state` of {kind} its `state` too"
+                    f"optimizer: {kind} holds another optimizer, {type(one).__name__}, whose state would not be saved: "
+                    f"set its `state` to that of {kind}"
                 )
         self._peaks = [float(group["lr"]) for group in inner.param_groups]
         self._made = [deepcopy(_beside_weights(group)) for group in inner.param_groups]
@@ -108,7 +108,7 @@ class TorchOptimizer(CombinedOptimizer):
                 raise UserError(f"optimizer: {kind} keeps state of {of!r}, which is no weight: keep it in param_groups")
             for key, value in state.items():
                 if not isinstance(key, str):
-                    raise UserError(f"optimizer: {kind} keeps state as {key!r}: name it by a text, as torch's do")
+                    raise UserError(f"optimizer: {kind} keeps state under {key!r}: use strings as keys")
                 if not isinstance(value, Tensor) and not _json_holds(value):
                     raise UserError(
                         f"optimizer: {kind} keeps a {type(value).__name__} as {key!r} in its state, where checkpoints "

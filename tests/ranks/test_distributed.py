@@ -370,8 +370,14 @@ class TestWorld:
         """All would be rank 0, or all compute on the first GPU."""
         environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
         del environment[missing]
-        with pytest.raises(UserError, match=rf"\b{missing}=\(not set\)"):
-            World.from_environment(environment)
+        for given in (environment, environment | {missing: ""}):
+            with pytest.raises(UserError, match=rf"\b{missing}=\(not set\)"):
+                World.from_environment(given)
+
+    def test_what_is_empty_is_not_set(self) -> None:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        assert World.from_environment(dict.fromkeys(names, "")) == World()
+        assert World.from_environment(dict.fromkeys(names, "") | {"WORLD_SIZE": "1"}) == World()
 
 
 class Echo(Group):

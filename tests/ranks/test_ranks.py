@@ -545,7 +545,7 @@ def test_a_checkpoint_that_holds_other_weights_for_a_rank_is_passed_over(tmp_pat
 
 
 class SecondOfTwo(Group):
-    """Rank 1, which is told what rank 0 says, after rank 0 has left."""
+    """Rank 1 of two; what rank 0 sends is given."""
 
     def __init__(self, told: Any) -> None:
         super().__init__(World(1, 2))

@@ -104,8 +104,8 @@ def _checked(name: str, fields: Mapping[str, Any], value: Any) -> Any:
 
 
 def search(space: Space, say: Callable[[str], None]) -> Callable[[Lab], Proposal | None]:
-    """What the search proposes next; None when every point that it finds was tried. `say`: is told where it finds
-    none that could be."""
+    """What the search proposes next; None when every point that it finds was tried. `say` receives a
+    line where no point of the space is possible."""
 
     def propose(lab: Lab) -> Proposal | None:
         experiments = lab.require_baseline()

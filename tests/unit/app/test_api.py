@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import pydoc
 import random
 import threading
@@ -18,6 +19,7 @@ from tiny_runs import FLAGS, command, differences, killed_at, lines_of, make_con
 from torch import Tensor, nn
 
 import gptlab
+from gptlab.app import api
 from gptlab.app.run.loaded_run import evaluate_run
 from gptlab.config.recipes import configure
 from gptlab.config.run import RunConfig
@@ -290,6 +292,29 @@ class TestHooks:
         assert len(refused) == 6
         assert {text.partition(":")[0] for text in refused} == {"another thread of this process is training"}
         assert not (folder / "in-another-thread").exists()
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+    def test_a_process_that_was_forked_meanwhile_trains(self) -> None:
+        """The thread that trains in its parent does not exist in it."""
+        entered, leave = threading.Event(), threading.Event()
+
+        def train() -> None:
+            with api._only_thread():
+                entered.set()
+                leave.wait(60)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        assert entered.wait(60)
+        if (child := os.fork()) == 0:
+            try:
+                with api._only_thread():
+                    os._exit(0)
+            finally:
+                os._exit(1)
+        leave.set()
+        thread.join()
+        assert os.waitpid(child, 0)[1] == 0
 
     def test_an_error_in_one_is_the_callers(self, folder: Path) -> None:
         def broken(line: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 from dataclasses import replace
@@ -21,8 +22,9 @@ from gptlab.app.run.run_session import describe
 from gptlab.app.run.train_run import _configured
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
+from gptlab.lab import launch
 from gptlab.runtime.hardware import installed
-from gptlab.runtime.processes.distributed import Group, World
+from gptlab.runtime.processes.distributed import Group, World, apart
 from gptlab.runtime.processes.liveness import Failure
 from gptlab.runtime.processes.own_python import own_python
 from gptlab.runtime.records.console import Console
@@ -165,8 +167,12 @@ def test_a_gpu_that_torch_cannot_use_is_named_before_anything_else(
 def test_copies_that_do_not_know_of_each_other_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each trains a run of its own, where one of all was meant."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     code, out, err = tiny.command(["train", "--resume", tmp_path])
     assert (code, out.count("warning: 2 processes were started (SLURM_STEP_NUM_TASKS)")) == (2, 1), err
+    assert "SLURM_STEP_NUM_TASKS" not in launch._environment(), "each run of a worker's would warn"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert apart() is None, "it is in the shell of `srun --pty bash` too"
 
 
 def test_a_folder_that_is_taken_is_refused_before_torch_is_imported(tmp_path: Path) -> None:

@@ -291,6 +291,17 @@ def test_python_has_the_same_names() -> None:
         _ = gptlab.nothing_like_it
 
 
+def test_a_run_that_a_signal_stopped_does_not_wait_for_its_threads() -> None:
+    """Such as one that waits for a compiler: further signals are ignored, and the command stayed for a minute."""
+    busy = "threading.Thread(target=time.sleep, args=(60,)).start()"
+    replaced = f"cli.main = lambda argv: ({busy}, print('saved', flush=True), 75)[-1]"
+    program = f"import threading, time\nfrom gptlab.cli import main as cli\n{replaced}"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{program}\ncli.entry_point()"], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert (ended.returncode, ended.stdout) == (75, "saved\n"), ended.stderr
+
+
 @pytest.mark.parametrize("words", [["--help"], ["clean", "--help"]])
 def test_a_reader_that_leaves_is_no_error(words: list[str]) -> None:
     """`gptlab --help | true`: no traceback, and the exit code that shells give to a broken pipe."""

@@ -12,7 +12,7 @@ from tiny_runs import make_config
 
 from gptlab.config.errors import UserError
 from gptlab.data.prepare import PreparedData, prepare
-from gptlab.lab.experiments.folder import Lab, has_stand_in
+from gptlab.lab.experiments.folder import Lab, has_stand_in, require_validation_text
 from gptlab.lab.run_list import list_runs
 
 
@@ -83,6 +83,9 @@ def test_a_corpus_whose_validation_text_is_training_text(lab: Lab, tmp_path: Pat
     config = lab.run_config(1, 257)
     assert has_stand_in(config.data)
     assert not has_stand_in(replace(config.data, source=("stdlib", str(tmp_path / "corpus"))))
+    with pytest.raises(UserError, match="is a lab's training text"):
+        require_validation_text(config.data)
+    require_validation_text(replace(config.data, val_source=(str(tmp_path / "own"),)))
 
 
 def test_its_baseline_is_a_configuration_and_no_run(lab: Lab) -> None:

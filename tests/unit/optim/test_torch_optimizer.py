@@ -97,7 +97,7 @@ def test_one_that_is_made_of_others_shares_its_state_with_them() -> None:
             for one in self.inner:
                 one.step()
 
-    with pytest.raises(UserError, match="Two holds a AdamW, whose state checkpoints would not have: make the `state`"):
+    with pytest.raises(UserError, match="Two holds another optimizer, AdamW, whose state would not be saved"):
         TorchOptimizer(Two(shares=False), model)
     optimizer, resumed = TorchOptimizer(Two(shares=True), model), TorchOptimizer(Two(shares=True), model)
     for parameter in model.parameters():
@@ -123,7 +123,7 @@ def test_a_key_with_a_dot_comes_back_and_one_that_is_no_text_is_refused() -> Non
     resumed.load_state(optimizer.state_tensors(), optimizer.state_json())
     assert resumed.inner.state[other.weight]["a.b"].equal(torch.ones(2))
     optimizer.inner.state[model.weight] = {0: torch.ones(2)}
-    with pytest.raises(UserError, match="CountsInGroups keeps state as 0: name it by a text"):
+    with pytest.raises(UserError, match="CountsInGroups keeps state under 0: use strings as keys"):
         step(optimizer)
 
 
