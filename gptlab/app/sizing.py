@@ -10,6 +10,7 @@ from functools import partial
 from gptlab.app.run.run_request import RunRequest
 from gptlab.app.run.session import prepared
 from gptlab.bench.training_rate import limited_machine, timed_machine
+from gptlab.config.recipes.quickstart import text_ends_first
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.hardware.device import deterministic_kernels
@@ -45,9 +46,12 @@ def _timed(
 ) -> Machine:
     """This machine, timed on the steps of `config`; also appended to `measured`. Data is prepared before, which gives
     another thread the time to build the C++ kernels."""
-    tokens = measured[-1].training_tokens
+    limit, tokens = measured[0], measured[-1].training_tokens
     if len(measured) == 1:  # its limit: no size was timed yet
         tokens = prepared(config, place_of(config, world), console).train.n_tokens
+    if text_ends_first(limit, config):
+        measured.append(replace(limit, training_tokens=tokens))
+        return measured[-1]
     exact = deterministic_kernels(config.runtime.device) if config.parallel.exact_any_world_size else nullcontext()
     with console.busy("timing steps, to size the model"), exact:
         machine = timed_machine(config, world, warn, lambda text: None)

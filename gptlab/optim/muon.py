@@ -227,10 +227,10 @@ class Muon:
         function = compiled(updated)
 
         def with_tensors(
-            stack: Stack, gradients: Tensor, rates: Sequence[float], config: MuonConfig, dtype: torch.dtype,
+            stack: Stack, gradients: Tensor, rates: Sequence[Number], config: MuonConfig, dtype: torch.dtype,
             made: Tensor | None,
         ) -> Stack:  # fmt: skip
-            numbers = [gradients.new_full((), rate) for rate in rates]
+            numbers = [rate if isinstance(rate, Tensor) else gradients.new_full((), rate) for rate in rates]
             made = gradients.new_ones((), dtype=torch.bool) if made is None else made
             return Stack(*function(stack, gradients, numbers, config, dtype, made))
 

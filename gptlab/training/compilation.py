@@ -183,6 +183,11 @@ def warm_up(
         _compile(state, passes, config, eval_sequences, warn)
     elif state.device.type != "cpu":
         run_once(state, passes, config, eval_sequences)
+    if state.device.type == "cuda":
+        from gptlab.training.captured_steps import capture
+
+        state.captured = None  # that of a warm-up for which memory was too small
+        state.captured = capture(state, passes.loss_sum, config)
 
 
 def _compile(

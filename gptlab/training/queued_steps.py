@@ -38,7 +38,8 @@ def queued_steps(
 ) -> Iterator[TrainStep]:
     """Yield steps in order. A step is the last one if something else is `due` after it, which is called with the state
     expected then. The caller adds each to the step count and to the clock before it takes the next."""
-    started = time.perf_counter()
+    started, counted = time.perf_counter(), 0.0
+    before = _event(state.device)
     queued: _Queued | None = _queue(state, loss_sum, config, finish)
     while queued is not None:
         seconds = state.train_seconds / max(state.step, 1)
@@ -47,9 +48,14 @@ def queued_steps(
         latest = replace(after, train_seconds=after.train_seconds + seconds)
         following = None if due(latest) else _queue(after, loss_sum, config, finish)
         figures = _figures(state, queued)
-        now = time.perf_counter()
-        yield _step(state, queued, figures, config, now - started)
-        started, queued = now, following
+        seconds = time.perf_counter() - started - counted
+        if following is not None and before is not None and queued.copied is not None:
+            # The host sees that a step has ended when it has queued the next one: the first of several would take
+            # twice as long, and the last one nothing. The last one takes what is left, so that the sum is the host's.
+            seconds = min(seconds, before.elapsed_time(queued.copied) / 1000)
+        counted, before = counted + seconds, queued.copied
+        yield _step(state, queued, figures, config, seconds)
+        queued = following
 
 
 def queued_update(state: TrainState, config: RunConfig, loss: Tensor, rates: Rates) -> Tensor:
@@ -73,16 +79,26 @@ def queued_update(state: TrainState, config: RunConfig, loss: Tensor, rates: Rat
 def _queue(state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish) -> _Queued:
     batch = next(state.loader)
     rates = rates_of_step(state, config, finish)
-    loss = gradients(state, batch, loss_sum, config)
-    norms = queued_update(state, config, loss, rates)
-    figures = torch.cat([loss.reshape(1).to(norms.dtype), norms])
+    if state.captured is not None:
+        figures = state.captured(batch, rates)
+    else:
+        loss = gradients(state, batch, loss_sum, config)
+        norms = queued_update(state, config, loss, rates)
+        figures = torch.cat([loss.reshape(1).to(norms.dtype), norms])
     if state.device.type != "cuda":
         return _Queued(batch, rates.lr_scale, figures, None)
     host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
     host.copy_(figures, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(state.device))
-    return _Queued(batch, rates.lr_scale, host, copied)
+    return _Queued(batch, rates.lr_scale, host, _event(state.device))
+
+
+def _event(device: torch.device) -> torch.cuda.Event | None:
+    """The end of what is queued so far; None where the host waits for the device."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _figures(state: TrainState, queued: _Queued) -> list[float]:

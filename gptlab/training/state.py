@@ -147,6 +147,8 @@ class TrainState:
     device: torch.device
     loss_scale: LossScale | None = None
     """Of float16 runs."""
+    captured: Callable[..., Tensor] | None = None
+    """Of small models on a GPU: the step as CUDA graphs (`captured_steps`)."""
     step: int = 0
     """Steps done, skipped updates included."""
     train_seconds: float = 0.0

@@ -247,6 +247,26 @@ MUTATIONS = [
         ["test_queued_steps.py::test_a_budget_in_seconds"],
     ),
     Mutation(
+        "a GPU's steps take as long as the host waits for each", "training/queued_steps.py",
+        "seconds = min(seconds, before.elapsed_time(queued.copied) / 1000)", "pass",
+        ["test_queued_steps.py::test_the_gpu_tells_how_long_each_step_took"],
+    ),
+    Mutation(
+        "a captured step keeps the rates of the first one", "training/captured_steps.py",
+        "rate.fill_(value)", "pass",
+        ["test_queued_steps.py::test_a_captured_step_trains_as_any_other"],
+    ),
+    Mutation(
+        "a captured step draws the dropout of the step before", "training/captured_steps.py",
+        "seed_torch(fold_seed(self._config.seed, batch.step, index), self._device)", "pass",
+        ["test_queued_steps.py::test_a_captured_step_trains_as_any_other"],
+    ),
+    Mutation(
+        "a GPU times steps whatever the text is", "app/sizing.py",
+        "if text_ends_first(limit, config):", "if False:",
+        ["test_train_run.py::test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared"],
+    ),
+    Mutation(
         "the best is whatever was validated last", "training/state.py",
         "return other if one is None or other.val_loss < one.val_loss else one", "return other",
         ["test_train.py::test_best_checkpoint_is_kept"],

@@ -20,7 +20,7 @@ import gptlab
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
 from gptlab.runtime.hardware.place import resolve_dtype
-from gptlab.training import queued_steps
+from gptlab.training import captured_steps, queued_steps
 from gptlab.training.queued_steps import queued_update
 from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction, Rates, gradients
@@ -114,6 +114,7 @@ def test_the_gpu_refuses_a_broken_update(folder: Path, compiled: str, monkeypatc
         kept.append(all(torch.equal(*pair) for pair in zip(live, before, strict=True)))
         return norms
 
+    monkeypatch.setattr(captured_steps, "MOST_FLOPS", 0.0)
     monkeypatch.setattr(queued_steps, "gradients", spoilt)
     monkeypatch.setattr(queued_steps, "queued_update", watched)
     run = train(
@@ -124,6 +125,63 @@ def test_the_gpu_refuses_a_broken_update(folder: Path, compiled: str, monkeypatc
     assert [(line["step"], line["what"]) for line in lines_of(run, "event")] == [(4, "skipped"), (6, "skipped")]
     assert json.loads((run / "summary.json").read_text())["skipped_updates"] == 2
     assert all(math.isfinite(loss) for loss in losses(run))
+
+
+@CUDA
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("compiled", ["off", "on"])
+def test_a_captured_step_is_the_step(
+    folder: Path, compiled: str, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run with a CUDA graph and without: the same kernels, on the same tokens, masks and rates, in steps of
+    several micro-batches. AdamW's rate is rounded to float32 in a graph; other masks, or a rate that stays that of the
+    first step, change the last losses by more than 0.05."""
+    found: list[bool] = []
+    capture = captured_steps.capture
+
+    def noted(*args: Any) -> Any:
+        found.append((captured := capture(*args)) is not None)
+        return captured
+
+    monkeypatch.setattr(captured_steps, "capture", noted)
+    runs = []
+    for most in (0.0, captured_steps.MOST_FLOPS):
+        monkeypatch.setattr(captured_steps, "MOST_FLOPS", most)
+        runs.append(
+            train(
+                folder, f"captured-{compiled}-{dropout}-{most}", runtime__device="cuda", runtime__dtype="bfloat16",
+                runtime__compile=compiled, model__n_layer=2, model__dropout=dropout, steps=30, optim__grad_clip=1.0,
+            )
+        )  # fmt: skip
+    assert found == [False, True]
+    norms = [[line["grad_norm"] for line in lines_of(run, "train")] for run in runs]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=0.01)
+    assert norms[1] == pytest.approx(norms[0], rel=0.1)
+
+
+@CUDA
+def test_a_step_that_cannot_be_captured_runs_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that the host waits for ends a capture. Dropout still draws from the generator."""
+    runs = []
+    for name in ("none", "failed"):
+        if name == "none":
+            monkeypatch.setattr(captured_steps, "MOST_FLOPS", 0.0)
+        else:
+            monkeypatch.undo()
+            monkeypatch.setattr(captured_steps, "queued_update", lambda state, config, loss, rates: loss.item())
+        runs.append(train(folder, f"capture-{name}", runtime__device="cuda", runtime__dtype="bfloat16", steps=8))
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=1e-3)
+
+
+@CUDA
+def test_a_captured_step_refuses_an_update(folder: Path) -> None:
+    """No loss is as low as the limit, so that no weight moves."""
+    run = train(
+        folder, "captured-refused", runtime__device="cuda", runtime__dtype="bfloat16", runtime__max_loss=0.1,
+        faults__max_skipped_in_a_row=8, steps=4,
+    )  # fmt: skip
+    assert [line["what"] for line in lines_of(run, "event")] == ["skipped"] * 4
+    assert len({line["val_loss"] for line in lines_of(run, "eval")}) == 1
 
 
 @CUDA

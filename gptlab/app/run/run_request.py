@@ -224,7 +224,8 @@ def sized_by_measurement(
     for _ in range(MAX_SIZES_TIMED):
         machine = measure(config)
         sized, layers = recipe(depth, machine), config.model.n_layer
-        least, most = (layers, layers) if machine.device == "cpu" else (layers / 2, layers + 1)
+        compiles = machine.device != "cpu" and machine.flops_per_second is not None
+        least, most = (layers / 2, layers + 1) if compiles else (layers, layers)
         if least <= sized.model.n_layer <= most:
             return recipe(layers, machine)
         config = sized

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from gptlab.config.model import ModelConfig
@@ -175,6 +176,16 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
         )
     ratio = f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter"
     return f"{compute}: at least {ratio}, at most {_step_tokens_per_root(model.n_embd):g} sqrt(tokens) a step"
+
+
+def text_ends_first(machine: Machine, config: RunConfig) -> bool:
+    """Whether a GPU would read the epochs of `config`, the default run, in its three minutes at a tenth of the assumed
+    rate too. Its size then follows from the text, and no step is timed, which takes a GPU minutes of compiling."""
+    most = machine.most_flops_per_second
+    if most is None or config.horizon.amount != quickstart_on_gpu.most_tokens(machine):
+        return False
+    slow = replace(machine, most_flops_per_second=most / 10)
+    return quickstart(depth=config.model.n_layer, machine=slow).horizon == config.horizon
 
 
 def flops_per_second_of(machine: Machine | None) -> float:

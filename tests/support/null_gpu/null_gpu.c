@@ -174,8 +174,16 @@ int cudaGetDeviceProperties(struct cudaDeviceProp* found, int device) {
 int cudaStreamCreate(void** stream) { return made(stream); }
 int cudaStreamCreateWithFlags(void** stream) { return made(stream); }
 int cudaStreamCreateWithPriority(void** stream) { return made(stream); }
-int cudaStreamIsCapturing(void* stream, int* status) { return *status = 0, OK; }
-int cudaStreamGetCaptureInfo(void* stream, int* status) { return *status = 0, OK; }
+static void* captured;  // the stream of which a graph is being made
+int cudaStreamBeginCapture(void* stream) { return captured = stream, OK; }
+int cudaStreamEndCapture(void* stream, void** graph) { return captured = NULL, made(graph); }
+int cudaGraphInstantiate(void** graph) { return made(graph); }
+int cudaGraphInstantiateWithFlags(void** graph) { return made(graph); }
+int cudaStreamIsCapturing(void* stream, int* status) { return *status = stream && stream == captured, OK; }
+int cudaStreamGetCaptureInfo(void* stream, int* status, unsigned long long* id) {
+    if (id) *id = 1;
+    return *status = stream && stream == captured, OK;
+}
 int cudaStreamGetPriority(void* stream, int* priority) { return *priority = 0, OK; }
 int cudaEventCreate(void** event) { return made(event); }
 int cudaEventCreateWithFlags(void** event) { return made(event); }

@@ -31,7 +31,11 @@ from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory
 
 
-def test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "rate"), [(None, 3e14), (5e12, 3e14), (5e14, None)])
+def test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared(
+    most: float | None, rate: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are timed unless a tenth of the rate that is assumed of the GPU would be enough for these epochs."""
     prepared: list[RunConfig] = []
 
     def prepare(config: RunConfig, *rest: object) -> Any:
@@ -43,12 +47,17 @@ def test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared(monkeypatch: pyt
 
     monkeypatch.setattr(sizing, "prepared", prepare)
     monkeypatch.setattr(sizing, "timed_machine", timed)
-    monkeypatch.setattr(sizing, "limited_machine", lambda *_: Machine(device="cuda:0", flops_per_second=None))
+    limit = Machine(
+        device="cuda:0", flops_per_second=None, most_flops_per_second=most, training_tokens=8_600_000 if most else None
+    )
+    monkeypatch.setattr(sizing, "limited_machine", lambda *_: limit)
     monkeypatch.setattr(sizing, "place_of", lambda *_: None)
     with Console() as console:
         config, machine = _configured(Attempt(console, ["gptlab"], 0.0), RunRequest())
     assert len(prepared) == 1
-    assert machine == Machine(device="cuda:0", flops_per_second=3e14, training_tokens=10_000_000)
+    assert machine is not None
+    assert (machine.flops_per_second, machine.training_tokens) == (rate, 10_000_000)
+    assert config.model.n_layer == 10 or rate is not None
     assert (config.horizon.amount, config.horizon.unit) == (40_000_000, "tokens")
 
 

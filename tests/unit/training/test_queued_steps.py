@@ -6,13 +6,26 @@ from __future__ import annotations
 import math
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from tiny_runs import FakeClock, arguments, at_line, command, differences, lines_of, make_config, outcome, train
+from tiny_runs import (
+    FakeClock,
+    arguments,
+    at_line,
+    command,
+    differences,
+    lines_of,
+    make_config,
+    open_tiny,
+    outcome,
+    train,
+)  # fmt: skip
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +36,7 @@ from gptlab.model.gpt import GPT, build_model
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.metrics import MetricsLog
+from gptlab.training import captured_steps
 from gptlab.training import queued_steps as queued_module
 from gptlab.training import step as step_module
 from gptlab.training.faults import TrainingFailed
@@ -141,6 +155,66 @@ def test_a_budget_in_seconds(folder: Path, queued: None, monkeypatch: pytest.Mon
         clock._charge(monkeypatch, "gptlab.training.queued_steps._figures", 1.0)
         run = train(folder, "budget", minutes=0.15, **QUIET)
     assert [line["step_seconds"] for line in lines_of(run, "train")] == [1.0] * 9
+
+
+class Event:
+    """Of a GPU, `at_ms` milliseconds after the first step began."""
+
+    def __init__(self, at_ms: float) -> None:
+        self.at_ms = at_ms
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_the_gpu_tells_how_long_each_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps of 10 ms. The host sees the end of the first one after 19 ms, when it has queued the second, that of
+    the second after 28 ms, and that of the third after 31 ms: it takes 19, 9 and 3 ms for them. Together they took as
+    long as the host waited."""
+    ends_ms, host = iter([10, 20, 30]), iter([0.0, 0.019, 0.028, 0.031])
+    state: Any = SimpleNamespace(step=0, train_seconds=0.0, device=torch.device("cuda"))
+    monkeypatch.setattr(
+        queued_module, "replace", lambda state, **changes: SimpleNamespace(**{**vars(state), **changes})
+    )
+    monkeypatch.setattr(queued_module, "_event", lambda device: Event(0.0))
+    monkeypatch.setattr(queued_module, "_queue", lambda *_: SimpleNamespace(copied=Event(next(ends_ms))))
+    monkeypatch.setattr(queued_module, "_figures", lambda *_: [])
+    monkeypatch.setattr(queued_module, "_step", lambda *values: values[-1])
+    monkeypatch.setattr(queued_module, "time", SimpleNamespace(perf_counter=lambda: next(host)))
+    seconds = []
+    for one in queued_module.queued_steps(state, *[cast(Any, None)] * 3, due=lambda after: after.step >= 3):
+        seconds.append(one)
+        state.step += 1
+    assert seconds == pytest.approx([0.010, 0.010, 0.011])
+
+
+class CalledAgain:
+    """Stands for a CUDA graph, which a CPU has not: a replay calls what was captured."""
+
+    def __init__(self, function: Callable[[], None], pool: object) -> None:
+        self.replay = function
+
+
+def test_a_captured_step_trains_as_any_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two micro-batches, dropout, clipping, warm-up: its tokens, seeds and rates are those of the step that it is
+    called for. AdamW's rate, which is rounded to float32, changes the last digits."""
+    monkeypatch.setattr(captured_steps, "_captured", CalledAgain)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    figures: list[list[float]] = []
+    for capture in (False, True):
+        session = open_tiny(folder)
+        state, config = session.state, session.config
+        with state.loader:
+            if capture:
+                state.captured = captured_steps.capture(state, state.model.loss, config)
+                assert state.captured is not None
+            for _ in range(4):
+                queued = queued_module._queue(state, state.model.loss, config, session.finish)
+                figures.append(queued.figures.tolist())
+                state.step += 1
+    assert len(set(map(tuple, figures[:4]))) == 4
+    for plain, captured in zip(figures[:4], figures[4:], strict=True):
+        assert captured == pytest.approx(plain, rel=1e-4)
 
 
 class Dispatched(TorchDispatchMode):

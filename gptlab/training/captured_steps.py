@@ -1,0 +1,105 @@
+"""The step of a small model as CUDA graphs: the host launches two of them instead of hundreds of kernels.
+
+A GPU computes such a step sooner than the host launches its kernels one by one. The graphs hold the addresses of
+everything that they read and write, so that a replay is the step that was captured, on other tokens and at other rates.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gptlab.config.run import RunConfig
+from gptlab.data.loader import StepBatch
+from gptlab.model.counting import flops_per_token
+from gptlab.optim.combined import CombinedOptimizer
+from gptlab.runtime.hardware.rng import fold_seed, seed_torch
+from gptlab.training.parallel.strategy import Strategy
+from gptlab.training.queued_steps import queued_update
+from gptlab.training.state import TrainState
+from gptlab.training.step import LossFunction, Rates
+
+MOST_FLOPS = 4e12
+"""Of a micro-batch, forward and backward: 10 ms at 400 TFLOP/s. The host launches the kernels of nanochat with 12
+layers in 8 ms. Graphs keep the memory that they compute in, which evaluations could otherwise use."""
+
+
+def capture(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> CapturedStep | None:
+    """The step of `state`, once everything that it calls has run; None where it is large, or where the host has a part
+    in it: several processes, a caller's layers or optimizer, masks of ever more documents, a loss scale."""
+    flops = flops_per_token(state.model).total * config.micro_tokens
+    is_plain = type(state.strategy) is Strategy and type(state.optimizer) is CombinedOptimizer
+    is_own = is_plain and not state.model.is_replaced and torch.version.hip is None
+    if flops > MOST_FLOPS or not is_own or state.loss_scale is not None or config.data.mask_documents:
+        return None
+    try:
+        return CapturedStep(state, loss_sum, config)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # not seen; the run goes on without
+        state.strategy.zero_grad()
+        if state.device.type == "cuda":
+            # torch leaves the generator counting for a graph.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+        return None
+
+
+class CapturedStep:
+    """Gradients and update of one step."""
+
+    def __init__(self, state: TrainState, loss_sum: LossFunction, config: RunConfig) -> None:
+        self._config, self._device = config, state.device
+        shape = (2, config.batch.micro_sequences, config.model.seq_len)
+        self._tokens = torch.zeros(shape, dtype=torch.int64, device=state.device)
+        """Inputs and targets of a micro-batch."""
+        self._count, self._total = torch.ones((2,), dtype=torch.float64, device=state.device).unbind()
+        """Targets of the step; the sum of their losses."""
+        self._rates = torch.ones(len(Rates._fields), device=state.device).unbind()
+
+        def passes() -> None:
+            loss = loss_sum(*self._tokens)
+            (loss * self._count.reciprocal().to(loss.dtype)).backward()
+            self._total.add_(loss.detach())
+
+        def update() -> None:
+            rates = Rates(*cast(Any, self._rates))  # tensors, which a replay reads again
+            loss = self._total / self._count
+            norms = queued_update(state, config, loss, rates)
+            self.figures = torch.cat([loss.reshape(1).to(norms.dtype), norms])
+
+        state.model.train()
+        state.strategy.zero_grad()
+        pool = torch.cuda.graph_pool_handle()
+        # The first one makes the gradients, in memory that stays theirs; another one adds to them.
+        self._passes = [_captured(passes, pool) for _ in range(min(2, config.micro_batches))]
+        self._update = _captured(update, pool)
+
+    def __call__(self, batch: StepBatch, rates: Rates) -> Tensor:
+        """Queue the step. Returns the mean loss, the norm before clipping and that of each gradient, which the next
+        call overwrites."""
+        dropout = self._config.model.dropout > 0
+        self._count.fill_(max(batch.target_tokens, 1))
+        self._total.zero_()
+        for rate, value in zip(self._rates, rates, strict=True):
+            rate.fill_(value)
+        for place, index in enumerate(batch.micro_indices):
+            self._tokens[0].copy_(batch.inputs[place])
+            self._tokens[1].copy_(batch.targets[place])
+            if dropout:
+                seed_torch(fold_seed(self._config.seed, batch.step, index), self._device)
+            self._passes[min(place, 1)].replay()
+        if dropout:
+            seed_torch(fold_seed(self._config.seed, batch.step, self._config.micro_batches), self._device)
+        self._update.replay()
+        return self.figures
+
+
+def _captured(function: Any, pool: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    # Other threads pin batches meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        function()
+    return graph
