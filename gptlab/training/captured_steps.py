@@ -6,6 +6,7 @@ everything that they read and write, so that a replay is the step that was captu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,9 @@ MOST_FLOPS = 4e12
 layers in 8 ms. Graphs keep the memory that they compute in, which evaluations could otherwise use."""
 
 
-def capture(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> CapturedStep | None:
+def capture(
+    state: TrainState, loss_sum: LossFunction, config: RunConfig, warn: Callable[[str], None]
+) -> CapturedStep | None:
     """The step of `state`, once everything that it calls has run; None where it is large, or where the host has a part
     in it: several processes, a caller's layers or optimizer, masks of ever more documents, a loss scale."""
     flops = flops_per_token(state.model).total * config.micro_tokens
@@ -38,7 +41,8 @@ def capture(state: TrainState, loss_sum: LossFunction, config: RunConfig) -> Cap
         return CapturedStep(state, loss_sum, config)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # not seen; the run goes on without
+    except RuntimeError as error:
+        warn(f"training without CUDA graphs, which is slower: {str(error).splitlines()[0]}")
         state.strategy.zero_grad()
         if state.device.type == "cuda":
             # torch leaves the generator counting for a graph.

@@ -187,7 +187,7 @@ def warm_up(
         from gptlab.training.captured_steps import capture
 
         state.captured = None  # that of a warm-up for which memory was too small
-        state.captured = capture(state, passes.loss_sum, config)
+        state.captured = capture(state, passes.loss_sum, config, warn)
 
 
 def _compile(

@@ -3,6 +3,7 @@
 // type; copies copy, kernels and matrix products leave their results as they are.
 //
 // NULL_GPU_MAJOR: the major compute capability (8). NULL_GPU_COUNT: devices (1). NULL_GPU_BYTES: memory (85e9).
+// NULL_GPU_CAPTURES: whether graphs can be captured (1).
 // __main__.py adds functions that do nothing for all others that torch calls.
 
 #define _GNU_SOURCE
@@ -14,7 +15,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { OK = 0, OUT_OF_MEMORY = 2, NOT_SUPPORTED = 801, NOT_FOUND = 500, FILL = 0x3c };
+enum { OK = 0, OUT_OF_MEMORY = 2, NOT_SUPPORTED = 801, NOT_FOUND = 500, CAPTURE_INVALIDATED = 901, FILL = 0x3c };
 
 static double setting(const char* name, double otherwise) {
     const char* text = getenv(name);
@@ -176,7 +177,10 @@ int cudaStreamCreateWithFlags(void** stream) { return made(stream); }
 int cudaStreamCreateWithPriority(void** stream) { return made(stream); }
 static void* captured;  // the stream of which a graph is being made
 int cudaStreamBeginCapture(void* stream) { return captured = stream, OK; }
-int cudaStreamEndCapture(void* stream, void** graph) { return captured = NULL, made(graph); }
+int cudaStreamEndCapture(void* stream, void** graph) {
+    captured = NULL;
+    return setting("NULL_GPU_CAPTURES", 1) ? made(graph) : CAPTURE_INVALIDATED;
+}
 int cudaGraphInstantiate(void** graph) { return made(graph); }
 int cudaGraphInstantiateWithFlags(void** graph) { return made(graph); }
 int cudaStreamIsCapturing(void* stream, int* status) { return *status = stream && stream == captured, OK; }

@@ -206,7 +206,7 @@ def test_a_captured_step_trains_as_any_other(folder: Path, monkeypatch: pytest.M
         state, config = session.state, session.config
         with state.loader:
             if capture:
-                state.captured = captured_steps.capture(state, state.model.loss, config)
+                state.captured = captured_steps.capture(state, state.model.loss, config, pytest.fail)
                 assert state.captured is not None
             for _ in range(4):
                 queued = queued_module._queue(state, state.model.loss, config, session.finish)
@@ -215,6 +215,19 @@ def test_a_captured_step_trains_as_any_other(folder: Path, monkeypatch: pytest.M
     assert len(set(map(tuple, figures[:4]))) == 4
     for plain, captured in zip(figures[:4], figures[4:], strict=True):
         assert captured == pytest.approx(plain, rel=1e-4)
+
+
+def test_a_step_that_cannot_be_captured_is_launched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def invalid(function: Callable[[], None], pool: object) -> None:
+        function()
+        raise RuntimeError("capture invalidated\nfor many reasons")
+
+    monkeypatch.setattr(captured_steps, "_captured", invalid)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    session, said = open_tiny(folder), list[str]()
+    assert captured_steps.capture(session.state, session.state.model.loss, session.config, said.append) is None
+    assert said == ["training without CUDA graphs, which is slower: capture invalidated"]
+    assert all(parameter.grad is None for parameter in session.state.model.parameters())
 
 
 class Dispatched(TorchDispatchMode):
