@@ -18,6 +18,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.model.attention import cached_attention, offset_keys, rotary_tables
 from gptlab.model.head import HeadLoss, capped_logits
 from gptlab.model.init import initial_weights
+from gptlab.model.kernels import torch_ops
 from gptlab.model.kernels.ops import ACTIVATIONS, implementation, linear, load_kernels, mlp
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.files.cache import keep_compiled
@@ -118,7 +119,9 @@ class Attention(nn.Module):
         gates = None if self.value_gate is None else self.value_gate(x[..., : self.value_gate.in_features])
         norm_eps = None if self.qk_norm is None else self.qk_norm.eps
         if not (gates is rotary is norm_eps is None):
-            heads = implementation(x).prepare_heads(heads, self.n_head, gates, value, rotary, norm_eps)
+            is_apart = self.attend is not None and cache is None and x.device.type != "cpu"
+            prepare = torch_ops.prepare_heads_apart if is_apart else implementation(x).prepare_heads
+            heads = prepare(heads, self.n_head, gates, value, rotary, norm_eps)
         if cache is None:
             dropout = self.dropout if self.dropout > 0 and self.training else 0.0
             if self.attend is None:

@@ -83,7 +83,7 @@ def described(config: ModelConfig, dtype: torch.dtype, platform: Platform, docum
 
 def attention(
     by: str,
-    heads: Tensor,  # (B, T, H + 2 G, D)
+    heads: Tensor | tuple[Tensor, Tensor, Tensor],  # (B, T, H + 2 G, D), or as of `prepare_heads_apart`
     n_head: int,
     window: int | None,
     dropout: float,
@@ -91,8 +91,10 @@ def attention(
     key_offset: bool = False,
 ) -> Tensor:  # (B, T, H, D)
     """As `torch_ops.attention`, within documents if there are bounds of them (`DocumentMask.bounds`)."""
-    n_kv_head = (heads.shape[2] - n_head) // 2
-    q, k, v = heads.split((n_head, n_kv_head, n_kv_head), dim=2)
+    if isinstance(heads, Tensor):
+        n_kv_head = (heads.shape[2] - n_head) // 2
+        heads = heads.split((n_head, n_kv_head, n_kv_head), dim=2)
+    q, k, v = heads
     if key_offset:
         k = offset_keys(k, None if documents is None else first_tokens(documents, *k.shape[:2]))
     is_full = window is None and documents is None
@@ -102,7 +104,7 @@ def attention(
         return _by_varlen(q, k, v, window, documents)
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     if is_full:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=n_head != n_kv_head)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=n_head != k.shape[1])
     elif by == "flex":
         one_kernel = flex if torch.compiler.is_compiling() else torch.compile(flex, dynamic=False)
         y = one_kernel(q, k, v, window, documents)

@@ -5,6 +5,8 @@ Shapes: B sequences, T positions, C channels, H query heads, G key-value heads, 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,13 +63,69 @@ def prepare_heads(
     the values, `value` is added, 2 sigmoid(gates) times."""
     n_kv_head = (heads.shape[2] - n_head) // 2
     qk, v = heads.split((n_head + n_kv_head, n_kv_head), dim=2)
-    if gates is not None and value is not None:
-        v = v + (2 * torch.sigmoid(gates)).unsqueeze(-1) * value.view_as(v)
+    v = _with_value(v, gates, value)
     if rotary is not None:
         qk = apply_rotary(qk, *rotary)
     if norm_eps is not None:
         qk = rms_norm(qk, norm_eps)
     return torch.cat((qk, v), dim=2)
+
+
+def _with_value(v: Tensor, gates: Tensor | None, value: Tensor | None) -> Tensor:
+    if gates is not None and value is not None:
+        v = v + (2 * torch.sigmoid(gates)).unsqueeze(-1) * value.view_as(v)
+    return v
+
+
+def prepare_heads_apart(
+    heads: Tensor, n_head: int, gates: Tensor | None, value: Tensor | None, rotary: tuple[Tensor, Tensor] | None,
+    norm_eps: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`prepare_heads` for GPUs, of which nothing is joined: q (B, T, H, D), k and v (B, T, G, D).
+
+    From `prepare_heads` Inductor makes kernels that write the rotated queries and keys in float32, for the norm and for
+    the gradient, and that copy the values: they read and write 3.2 GB for 32 rows of 2,048 tokens and 768 channels,
+    forward and backward, in 1.1 ms on an H100. From this, 1.2 GB.
+    """
+    n_kv_head = (heads.shape[2] - n_head) // 2
+    q, k, v = heads.split((n_head, n_kv_head, n_kv_head), dim=2)
+    v = _with_value(v, gates, value)
+    if rotary is not None and norm_eps is not None:
+        return _RotatedAndNormed.apply(q, *rotary, norm_eps), _RotatedAndNormed.apply(k, *rotary, norm_eps), v
+    if rotary is not None:
+        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+    if norm_eps is not None:
+        q, k = rms_norm(q, norm_eps), rms_norm(k, norm_eps)
+    return q, k, v
+
+
+class _RotatedAndNormed(torch.autograd.Function):
+    """`rms_norm` of `apply_rotary`, by the norm of x itself, which a rotation keeps; rounded once.
+
+    Its gradient has few enough operations for Inductor to write it where that of all heads has it. That of autograd has
+    more, and is written in float32 and copied.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, scale, cos, sin)
+        return (_turned(wide, cos, sin) * scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        x, scale, cos, sin = ctx.saved_tensors
+        wide, turned = x.to(scale.dtype), _turned(upstream, cos, -sin)
+        along = (turned * wide).mean(-1, keepdim=True) * scale * scale
+        return ((turned - wide * along) * scale).to(x.dtype), None, None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`apply_rotary`, not rounded to the type of x, and without `cat`, which would be a kernel of its own."""
+    halves = x.unflatten(-1, (2, -1))
+    sign = 1 - 2 * torch.arange(2, device=x.device)[:, None]
+    return (halves * cos[:, None, None, :] + halves.flip(-2) * (sign * sin[:, None, None, :])).flatten(-2)
 
 
 def attention(

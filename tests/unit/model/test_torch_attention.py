@@ -28,7 +28,7 @@ from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES
 from gptlab.data.document_room import DocumentRoom
 from gptlab.model.gpt import GPT, build_model
-from gptlab.model.kernels import torch_attention
+from gptlab.model.kernels import torch_attention, torch_ops
 from gptlab.runtime.hardware.device import Platform
 
 CPU = torch.device("cpu")
@@ -45,6 +45,34 @@ def random_tokens() -> Tensor:
     tokens[0, [0, 1, 7, 8, 100]] = BOS
     tokens[1, [3, 5, 64, *range(140, N_TOKENS)]] = BOS
     return tokens
+
+
+@pytest.mark.parametrize(("rotates", "normalizes", "adds"), [(1, 1, 1), (1, 1, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_heads_apart_are_those_joined(rotates: bool, normalizes: bool, adds: bool) -> None:
+    """Four query heads and two of keys and values, and the gradients."""
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    heads, angles = random(2, 9, 8, 6), random(9, 3)
+    extra = [random(2, 9, 2), random(2, 9, 12)] if adds else [None, None]
+    rest = (angles.cos(), angles.sin()) if rotates else None, 1e-2 if normalizes else None
+    inputs = [x.requires_grad_() for x in (heads, *extra) if x is not None]
+    expected = torch_ops.prepare_heads(heads, 4, *extra, *rest)
+    found = torch.cat(torch_ops.prepare_heads_apart(heads, 4, *extra, *rest), dim=2)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    upstream = random(*found.shape)
+    mine, theirs = (torch.autograd.grad(y, inputs, upstream) for y in (found, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gpu_joins_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(RECIPES["nanochat-tiny"]().model, vocab_size=64)
+    monkeypatch.delattr(torch_ops, "prepare_heads")
+    with torch.device("meta"):
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        GPT(config, torch.bfloat16, "cuda").loss(tokens, tokens).backward()
 
 
 def document_numbers(row: list[int]) -> list[int]:
