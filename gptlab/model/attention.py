@@ -33,7 +33,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1).to(x.dtype)
+    # Rounded before they are joined: torch 2.11 keeps what is joined for the backward pass, in float32 if it is that.
+    rotated = first * cos + second * sin, second * cos - first * sin
+    return torch.cat([half.to(x.dtype) for half in rotated], dim=-1)
 
 
 def offset_keys(k: Tensor, begins: Tensor | None = None) -> Tensor:

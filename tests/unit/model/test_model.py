@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import Role
@@ -252,6 +253,14 @@ def test_rotation_by_hand() -> None:
     for t in range(3):
         expected = [math.cos(t), 2 * math.cos(0.1 * t), -math.sin(t), -2 * math.sin(0.1 * t)]
         torch.testing.assert_close(turned[t], torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-15)
+
+
+def test_rotated_halves_are_joined_in_the_compute_type() -> None:
+    """What is joined may be kept for the backward pass: in float32, it takes twice the memory."""
+    cos, sin = rotary_tables(3, 4, 100.0, torch.float32)
+    graph = make_fx(apply_rotary, tracing_mode="fake")(torch.zeros(1, 3, 2, 4, dtype=torch.bfloat16), cos, sin).graph
+    (joined,) = graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    assert joined.meta["val"].dtype == torch.bfloat16
 
 
 def test_rotated_scores_depend_on_the_distance_only() -> None:
