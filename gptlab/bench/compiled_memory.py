@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_function, make_boxed_compiler
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
@@ -24,8 +25,9 @@ from gptlab.model.gpt import GPT
 from gptlab.model.head import GPU_SLICES, SLICE_LOGITS
 from gptlab.model.kernels import torch_attention
 
-WORKSPACE = 32 * 2**20
-"""What PyTorch gives cuBLAS on compute capability 9.0; elsewhere 8 MiB (PyTorch's CublasHandlePool.cpp)."""
+WORKSPACE = 2 * 32 * 2**20
+"""What PyTorch gives cuBLAS on compute capability 9.0, elsewhere 8 MiB (PyTorch's CublasHandlePool.cpp), in each of two
+threads: autograd has one of its own for the backward pass."""
 _OWN_KERNELS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
 """Of aten, beside attention: they read and write memory. Everything else is fused with what is around it."""
 _REDUCTION = 4
@@ -43,7 +45,8 @@ class PassMemory:
     forward_peak: int
     """The most at one time."""
     backward_peak: int
-    """With the gradients of all weights, which are there when the pass ends."""
+    """With the gradients of all weights, which are there when the pass ends. With activation checkpointing, with those
+    of one block: blocks are compiled one by one, and its gradients are added up before the next block computes."""
 
     @property
     def peak(self) -> int:
@@ -65,9 +68,9 @@ def pass_memory(model: GPT, rows: int, *, recomputed: bool = False) -> PassMemor
     # FlashAttention takes as much memory with a window as without.
     windows = [None] * config.n_layer if attends_by == "varlen" else config.layer_windows()
     kinds = [(config.has_value_embedding(layer), window) for layer, window in enumerate(windows)]
-    counted = {kind: _block(model, kinds.index(kind), rows) for kind in dict.fromkeys(kinds)}
+    counted = {kind: _block(model, kinds.index(kind), rows, recomputed) for kind in dict.fromkeys(kinds)}
     blocks = [counted[kind] for kind in kinds]
-    kept_by_block = [block.inputs if recomputed else block.kept for block in blocks]
+    kept_by_block = [block.kept for block in blocks]
     if config.residual_lambdas and not recomputed:
         kept_by_block[0] -= stream  # whose x is x0
     kept = sum(kept_by_block)
@@ -82,15 +85,15 @@ def pass_memory(model: GPT, rows: int, *, recomputed: bool = False) -> PassMemor
     logits = positions * config.padded_vocab_size * width
     forward_peak = kept + head_kept + stream + (1 + products) * width * table + logits
 
-    # Backward, the last block first. What the whole pass returns last is the gradient of the embedding's table.
-    backward_peak = stream + sum(weight.nbytes for weight in model.parameters())
-    gradients, before = wide * table, kept
+    # Backward, the last block first. What the pass returns last is the gradient of the embedding's table.
+    backward_peak = stream + (wide * table if recomputed else sum(weight.nbytes for weight in model.parameters()))
+    gradients, before = 0 if recomputed else wide * table, kept
     for block, its_own in zip(reversed(blocks), reversed(kept_by_block), strict=True):
         before -= its_own
-        working = max(block.forward_peak, block.backward_peak) if recomputed else block.backward_peak
-        backward_peak = max(backward_peak, before + gradients + working)
+        backward_peak = max(backward_peak, before + gradients + block.backward_peak)
         forward_peak = max(forward_peak, before + block.forward_peak)
-        gradients += block.gradients
+        if not recomputed:
+            gradients += block.gradients
     return PassMemory(kept + head_kept, forward_peak, backward_peak)
 
 
@@ -99,8 +102,6 @@ class _Passes:
     """Bytes of a block's two graphs, without its weights."""
 
     kept: int
-    inputs: int
-    """What activation checkpointing keeps: the residual stream and the value embedding."""
     forward_peak: int
     backward_peak: int
     gradients: int
@@ -120,7 +121,7 @@ class _OneBlock(Module):
         return self.model.hidden(tokens, [*earlier, lambda _, *rest: block(x, *rest)], lambda *_: x0)
 
 
-def _block(model: GPT, layer: int, rows: int) -> _Passes:
+def _block(model: GPT, layer: int, rows: int, recomputed: bool) -> _Passes:
     config, whole = model.config, _OneBlock(model, layer)
     own = {
         name: tensor
@@ -136,16 +137,19 @@ def _block(model: GPT, layer: int, rows: int) -> _Passes:
         *values, tokens, x0 = others
         return functional_call(whole, dict(zip(own, values, strict=True)), (tokens, x, x0))
 
-    forward, backward = graphs(run, [x, *own.values(), tokens, x0])
-    # Of the arguments, x and x0 count: in the whole model, their sum is kept in the place of x0.
-    resident = {node.name for node in forward.find_nodes(op="placeholder")[1:-1]}
-    value_width = config.kv_heads * config.head_dim if config.has_value_embedding(layer) else 0
+    # Activation checkpointing keeps what goes into a block. Of that, the graph has all but the value embedding.
+    with functorch_config.patch(activation_memory_budget=0.0 if recomputed else 1.0):
+        forward, backward = graphs(run, [x, *own.values(), tokens, x0])
+    value_width = config.kv_heads * config.head_dim if recomputed and config.has_value_embedding(layer) else 0
+    value = tokens.numel() * value_width * x.element_size()
+    # Of the arguments, x and x0 count: in the whole model, their sum is kept in the place of x0, unless it is computed
+    # again.
+    resident = {node.name for node in forward.find_nodes(op="placeholder")[1 : None if recomputed else -1]}
     mine = (f"blocks.{layer}.", f"value_embeddings.{layer}.")
     return _Passes(
-        kept=kept_bytes(forward, backward, resident),
-        inputs=tokens.numel() * (config.n_embd + value_width) * x.element_size(),
-        forward_peak=peak_bytes(forward, resident),
-        backward_peak=peak_bytes(backward, resident),
+        kept=kept_bytes(forward, backward, resident) + value,
+        forward_peak=peak_bytes(forward, resident) + value,
+        backward_peak=peak_bytes(backward, resident) + value,
         gradients=sum(weight.nbytes for name, weight in model.named_parameters() if name.startswith(mine)),
     )
 

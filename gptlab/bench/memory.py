@@ -122,7 +122,7 @@ def _compiled_activations(model: GPT, config: RunConfig, gradients: int) -> int 
     from gptlab.bench.compiled_memory import WORKSPACE
 
     # The first micro-batch's gradients are the sum; those of each other come beside it.
-    earlier = gradients if config.micro_batches > 1 else 0
+    earlier = gradients if config.micro_batches > 1 or config.runtime.activation_checkpointing else 0
     # In validation the gradients are freed.
     return max(earlier + passes.peak, _logits_bytes(model, config, compiled=True)) - gradients + WORKSPACE
 

@@ -107,8 +107,12 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
     if model.platform == "cuda" and state.optimizer.muon is not None:
         state.optimizer.muon.compile(compiled)
     # Several GPUs compile block by block, or all gradients would leave together at the end of the backward pass. Where
-    # their number must not show in the bits they leave there anyway, and each GPU compiles what one would.
-    if model.platform == "cuda" and (state.strategy.group.size == 1 or config.parallel.exact_any_world_size):
+    # their number must not show in the bits they leave there anyway, and each GPU compiles what one would. So do blocks
+    # that are computed again: in a graph of the whole model, Inductor fuses what it computes again of one block with
+    # what it does of others, since all read x0 and the rotary tables. Of six blocks, parts of three were in memory at
+    # one time: 811 MB instead of 614 (docs/LOG.md, 2026-11-27).
+    alone = state.strategy.group.size == 1 or config.parallel.exact_any_world_size
+    if model.platform == "cuda" and alone and not config.runtime.activation_checkpointing:
         return Passes(compiled(model.loss), nats_by(compiled(model.forward)), "inductor", plain)
     if _is_short_step(state, config) and not state.strategy.is_sharded:
         return Passes(compiled(model.loss), plain.token_nats, "inductor", plain)

@@ -539,6 +539,11 @@ MUTATIONS = [
         ["test_activation_checkpointing.py::test_blocks_that_are_compiled_one_by_one_are_compiled"],
     ),
     Mutation(
+        "blocks that are computed again are compiled together", "training/compilation.py",
+        " and alone and not config.runtime.activation_checkpointing:", " and alone:",
+        ["test_compiled_parts.py::test_what_is_compiled"],
+    ),
+    Mutation(
         "a GPU that is named by its number is not the current one", "runtime/hardware/device.py",
         "    torch.cuda.set_device(index)  # events", "    # events",
         ["test_device.py::test_the_gpu_that_is_named_becomes_the_current_one"],

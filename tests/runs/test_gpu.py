@@ -235,8 +235,7 @@ def test_a_steady_step_never_waits_for_the_gpu(folder: Path, compiled: str) -> N
 @pytest.mark.parametrize(("compiled", "recomputed"), [("off", False), ("on", False), ("on", True)])
 def test_the_plan_tells_the_memory_that_a_run_takes(folder: Path, compiled: str, recomputed: bool) -> None:
     """Against torch.cuda.max_memory_allocated: uncompiled code on the meta device, and the graphs of torch.compile,
-    also with activation checkpointing. Large enough that cuBLAS's workspace (32 MiB on Hopper) does not count. 10% is
-    what `plan` promises for the GPU."""
+    also with activation checkpointing. 10% is what `plan` promises for the GPU."""
     flags = {
         "model.n_layer": 6, "model.n_embd": 512, "model.n_head": 8, "model.seq_len": 512, "model.dropout": 0.0,
         "batch.micro_sequences": 16, "batch.total_tokens": 2 * 16 * 512, "eval.micro_sequences": 16, "steps": 4,
@@ -247,8 +246,9 @@ def test_the_plan_tells_the_memory_that_a_run_takes(folder: Path, compiled: str,
     words = arguments(folder, name, flags)
     code, out, err = command(["plan", *words, "--json"])
     assert code == 0, err
+    torch._C._cuda_clearCublasWorkspaces()  # those of earlier runs of this process, 64 MiB on Hopper
     torch.cuda.reset_peak_memory_stats()
-    left = torch.cuda.memory_allocated()  # by earlier runs of this process
+    left = torch.cuda.memory_allocated()  # by earlier runs
     code, _, err = command(["train", *words])
     assert code == 0, err
     taken = 2**20 * json.loads((folder / name / "summary.json").read_text())["peak_vram_mb"]

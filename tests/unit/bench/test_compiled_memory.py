@@ -305,12 +305,12 @@ def test_without_what_torch_has_now_uncompiled_code_is_counted(monkeypatch: pyte
 
 def test_gradients_of_later_blocks_are_there_while_earlier_ones_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand, with blocks so large that nothing else shows: the first block's pass beside the second's gradients."""
-    block = compiled_memory._Passes(
-        kept=10**15, inputs=0, forward_peak=0, backward_peak=7 * 10**15, gradients=3 * 10**15
-    )
+    block = compiled_memory._Passes(kept=10**15, forward_peak=0, backward_peak=7 * 10**15, gradients=3 * 10**15)
     monkeypatch.setattr(compiled_memory, "_block", lambda *_: block)
     with torch.device("meta"):
         model = GPT(SMALL_GPT2, torch.bfloat16, "cuda")
-    passes = pass_memory(model, 1)
+    passes, recomputed = pass_memory(model, 1), pass_memory(model, 1, recomputed=True)
     assert passes is not None
+    assert recomputed is not None
     assert round(passes.backward_peak / 10**15, 3) == 10  # 7 + 3, after 7 + 1 with what the first block still keeps
+    assert round(recomputed.backward_peak / 10**15, 3) == 8  # added up by then

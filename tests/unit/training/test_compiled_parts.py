@@ -37,12 +37,14 @@ def share_matrices(state: TrainState, config: RunConfig, group: Group) -> None:
 
 WHOLE = {"updated": 1, "GPT.loss": 1, "GPT.forward": 1}
 BLOCKS = {"Block": 1, "GPT.head_loss": 1, "GPT.logits": 1}
+RECOMPUTED = {"updated": 1, "GPT.embed": 1, "partial": 1, "GPT.head_loss": 1, "GPT.logits": 1}  # of torch's checkpoint
 
 
 @pytest.mark.parametrize(
     ("platform", "ranks", "kind", "expected"),
     [
         ("cuda", 1, "data", WHOLE),
+        ("cuda", 1, "recomputed", RECOMPUTED),
         ("cuda", 2, "data", {"updated": 1, "GPT.embed": 1, **BLOCKS}),
         ("cuda", 2, "sharded", {"orthogonal_update": 1, "GPT.embed": 1, **BLOCKS}),
         ("cuda", 2, "exact", WHOLE),
@@ -51,6 +53,7 @@ BLOCKS = {"Block": 1, "GPT.head_loss": 1, "GPT.logits": 1}
     ],
     ids=[
         "a GPU",
+        "a GPU with activation checkpointing",
         "several GPUs",
         "several GPUs, sharded",
         "several GPUs with the bits of one",
@@ -62,9 +65,11 @@ def test_what_is_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch, platform: Platform, ranks: int, kind: str, expected: dict[str, int]
 ) -> None:
     """On a GPU, all of the model, and Muon. Of several GPUs, each part of the model is compiled by itself, unless their
-    number must not show in the bits."""
-    exact = {"parallel__exact_any_world_size": kind == "exact"}
-    config = make_config(folder, "never-made", runtime__compile="on", model__dropout=0.0, **exact)
+    number must not show in the bits. Blocks that are computed again are compiled by themselves."""
+    config = make_config(
+        folder, "never-made", runtime__compile="on", model__dropout=0.0,
+        parallel__exact_any_world_size=kind == "exact", runtime__activation_checkpointing=kind == "recomputed",
+    )  # fmt: skip
     session = open_session(config, place_of(config), QuietConsole())
     session.state.model.platform = platform
     session.state.strategy.group = group = Group(World(0, ranks))
