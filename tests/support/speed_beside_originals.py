@@ -1,12 +1,14 @@
-"""How fast gptlab's steps are beside those of nanoGPT and nanochat, on a CPU. The programs take turns.
+"""How fast gptlab's steps are beside those of nanoGPT and nanochat. The programs take turns.
 
     git clone https://github.com/karpathy/nanoGPT && git clone https://github.com/karpathy/nanochat
     python -m tests.support.speed_beside_originals --nanogpt nanoGPT --nanochat nanochat
 
 Both are read at the commits named below, whatever is checked out: their own model and optimizer, on random tokens.
-nanochat is compiled, as by its program. nanoGPT is not, as its README says for CPUs; in bfloat16 it runs within
+nanochat is compiled, as by its program. nanoGPT is not on a CPU, as its README says; in bfloat16 it runs within
 torch.amp.autocast, as its program does on GPUs. gptlab builds its recipe of the same shape, with the kernels and the
 type of products that `gptlab train` chooses here.
+
+With `--device cuda`, other shapes on an NVIDIA GPU, where all programs are compiled and wait for every fifth step.
 
 For each shape, the two programs are processes that wait for their turns; of each turn the median counts. Reported are
 the medians of all turns, and of gptlab's speed over the original's in each turn the median and the range. One thread of
@@ -53,9 +55,17 @@ class Case:
     rows: int
     dtype: str
     dropout: float = 0.0
+    micro_batches: int = 1
+    device: str = "cpu"
+
+    @property
+    def at_once(self) -> int:
+        """Steps between two waits for the device."""
+        return 1 if self.device == "cpu" else 5
 
     def __str__(self) -> str:
-        shape = f"{self.n_layer} x {self.n_embd}, vocabulary {self.vocab_size:,}, {self.rows} x {self.seq_len} tokens"
+        rows = f"{self.micro_batches} x " * (self.micro_batches > 1) + str(self.rows)
+        shape = f"{self.n_layer} x {self.n_embd}, vocabulary {self.vocab_size:,}, {rows} x {self.seq_len} tokens"
         return f"{self.original}, {shape}, {self.dtype}{f', dropout {self.dropout}' if self.dropout else ''}"
 
 
@@ -69,6 +79,12 @@ CASES = (
     Case(*_NANOGPT, "bfloat16", dropout=0.2),
     Case(*_NANOGPT, "float32", dropout=0.2),
     Case("nanogpt", "nanogpt/shakespeare-char-cpu", 4, 128, 4, 65, 64, 12, "float32"),
+)
+_GPU = {"dtype": "bfloat16", "device": "cuda"}
+GPU_CASES = (
+    Case("nanochat", "nanochat", 12, 768, 6, 32768, 2048, 32, micro_batches=8, **_GPU),
+    Case("nanogpt", "nanogpt/gpt2-124m", 12, 768, 12, 50304, 1024, 12, micro_batches=40, **_GPU),
+    Case("nanogpt", "nanogpt/shakespeare-char", 6, 384, 6, 65, 256, 64, dropout=0.2, **_GPU),
 )
 
 
@@ -85,17 +101,19 @@ def steps_of_nanochat(case: Case) -> Callable[[], object]:
     )  # fmt: skip
     with torch.device("meta"):
         model = GPT(config)
-    model.to_empty(device="cpu")
+    model.to_empty(device=case.device)
     model.init_weights()
     optimizer = model.setup_optimizer()
     compiled = torch.compile(model, dynamic=False)
 
     def step() -> None:
-        rows = torch.randint(case.vocab_size, (case.rows, case.seq_len + 1))
-        loss = compiled(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-        loss.backward()
-        optimizer.step()
-        model.zero_grad(set_to_none=True)
+        for _ in range(case.at_once):
+            for _ in range(case.micro_batches):
+                rows = torch.randint(case.vocab_size, (case.rows, case.seq_len + 1), device=case.device)
+                loss = compiled(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+                (loss / case.micro_batches).backward()
+            optimizer.step()
+            model.zero_grad(set_to_none=True)
         loss.item()
 
     return step
@@ -109,18 +127,21 @@ def steps_of_nanogpt(case: Case) -> Callable[[], object]:
         block_size=case.seq_len, vocab_size=case.vocab_size, n_layer=case.n_layer, n_head=case.n_head,
         n_embd=case.n_embd, dropout=case.dropout, bias=False,
     )  # fmt: skip
-    model = GPT(config)
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), "cpu")
+    model = GPT(config).to(case.device)
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.99), case.device)
     narrow = case.dtype == "bfloat16"
+    passes = model if case.device == "cpu" else torch.compile(model)
 
     def step() -> None:
-        rows = torch.randint(case.vocab_size, (case.rows, case.seq_len + 1))
-        with torch.amp.autocast("cpu", dtype=torch.bfloat16) if narrow else contextlib.nullcontext():
-            _, loss = model(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for _ in range(case.at_once):
+            for _ in range(case.micro_batches):
+                rows = torch.randint(case.vocab_size, (case.rows, case.seq_len + 1), device=case.device)
+                with torch.amp.autocast(case.device, dtype=torch.bfloat16) if narrow else contextlib.nullcontext():
+                    _, loss = passes(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+                (loss / case.micro_batches).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         loss.item()
 
     return step
@@ -134,11 +155,12 @@ def steps_of_gptlab(case: Case) -> Callable[[], object]:
     from gptlab.config.load import apply_overrides
     from gptlab.config.recipes import configure
     from gptlab.runtime.hardware.place import place_of
+    from gptlab.training.compilation import warm_up
 
     fields = {
         "model.vocab_size": case.vocab_size, "model.seq_len": case.seq_len, "model.dropout": case.dropout,
-        "batch.total_tokens": case.rows * case.seq_len, "batch.micro_sequences": case.rows,
-        "runtime.device": "cpu", "runtime.dtype": case.dtype,
+        "batch.total_tokens": case.micro_batches * case.rows * case.seq_len, "batch.micro_sequences": case.rows,
+        "runtime.device": case.device, "runtime.dtype": case.dtype,
     }  # fmt: skip
     if case.original == "nanochat":
         fields["model.window_pattern"] = "L"
@@ -146,12 +168,16 @@ def steps_of_gptlab(case: Case) -> Callable[[], object]:
     config = apply_overrides(configure(case.recipe, depth=depth), fields)
     model = config.model
     assert (model.n_layer, model.n_embd, model.n_head) == (case.n_layer, case.n_embd, case.n_head), model
-    state, passes = made_up_run(config, place_of(config), partial(print, file=sys.stderr))
-    return partial(whole_steps, state, passes.loss_sum, config, 1)
+    warn = partial(print, file=sys.stderr)
+    state, passes = made_up_run(config, place_of(config), warn)
+    if case.device != "cpu":
+        warm_up(state, passes, config, config.eval_sequences, warn)
+    return partial(whole_steps, state, passes.loss_sum, config, case.at_once)
 
 
 def take_turns(case: Case, program: str) -> None:
-    """Lines of standard input are the seconds of a turn; answered with the milliseconds of its steps."""
+    """Lines of standard input are the seconds of a turn; answered with the milliseconds of a step, each time that the
+    device was waited for."""
     answers, sys.stdout = sys.stdout, io.StringIO()  # the originals print
     steps = {"nanochat": steps_of_nanochat, "nanogpt": steps_of_nanogpt, "gptlab": steps_of_gptlab}
     step = steps[program](case)
@@ -165,7 +191,7 @@ def take_turns(case: Case, program: str) -> None:
             while len(times_ms) < MIN_STEPS or time.perf_counter() < end:
                 began = time.perf_counter()
                 step()
-                times_ms.append(1e3 * (time.perf_counter() - began))
+                times_ms.append(1e3 * (time.perf_counter() - began) / case.at_once)
             print(json.dumps(times_ms), file=answers, flush=True)
     os._exit(0)  # the loader of gptlab reads ahead
 
@@ -258,6 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, commit in COMMITS.items():
         parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"a clone with {commit[:12]}")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="[cpu]")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each program [7]")
     parser.add_argument("--seconds", type=float, default=4, help="of a turn, which has at least three steps [4]")
     parser.add_argument("--text", type=Path, metavar="FILE", help="time whole commands too, on this text")
@@ -274,7 +301,7 @@ def main() -> None:
         sources = {name: Path(folder, name) for name in clones}
         for name, clone in clones.items():
             read_original(clone, COMMITS[name], sources[name])
-        for case in CASES:
+        for case in CASES if arguments.device == "cpu" else GPU_CASES:
             if case.original in sources:
                 compare_steps(case, sources[case.original], arguments.rounds, arguments.seconds)
         if arguments.text is not None and "nanogpt" in sources:
