@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from gptlab.model.gpt import GPT
-from gptlab.model.head import GPU_SLICES, SLICE_LOGITS
+from gptlab.model.head import MAX_SLICES, SLICE_LOGITS
 from gptlab.model.kernels import torch_attention
 
 WORKSPACE = 2 * 32 * 2**20
@@ -79,7 +79,7 @@ def pass_memory(model: GPT, rows: int, *, recomputed: bool = False) -> PassMemor
     # its last slice there are also the norm's output, the weights in the compute type, the slice's logits, over which
     # their gradient is written, and products of slices that wait to be added up (`model/head.py`).
     table, wide = model.head.weight.numel(), max(width, 4)
-    positions = min(tokens, max(SLICE_LOGITS // config.padded_vocab_size, -(-tokens // GPU_SLICES)))
+    positions = min(tokens, max(SLICE_LOGITS // config.padded_vocab_size, -(-tokens // MAX_SLICES)))
     products = min(-(-tokens // positions), _SUMMANDS)
     head_kept = 2 * stream + wide * table
     logits = positions * config.padded_vocab_size * width

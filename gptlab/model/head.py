@@ -21,10 +21,6 @@ from gptlab.model.kernels.ops import implementation, multiplication, multiplicat
 SLICE_LOGITS = 2**21
 # ... but no more slices than this, since a compiled graph holds each of them.
 MAX_SLICES = 16
-GPU_SLICES = 4
-"""The same on GPUs, where a slice is a kernel more to compile before torch 2.12, and from then on one more sum of
-gradients of the whole weight in float32. The logits of one are 3% of all that 12 layers of
-nanochat allocate."""
 SLICES_IN_TURN = torch.__version__ >= "2.12"
 """Whether what torch compiles for a GPU has the logits of one slice at a time. 2.11 would keep those of all in a region
 that is compiled once."""
@@ -81,8 +77,7 @@ def _loss_and_gradients(
     total = torch.zeros((), dtype=wide, device=x.device)
     x_gradients = []
     weight_gradient = torch.zeros(weight.shape, dtype=wide, device=weight.device)
-    most = MAX_SLICES if x.device.type == "cpu" else GPU_SLICES
-    positions = max(SLICE_LOGITS // len(weight), -(-len(x) // most))
+    positions = max(SLICE_LOGITS // len(weight), -(-len(x) // MAX_SLICES))
     one_slice = _slice if x.device.type == "cpu" else _slice_compiled_once
     for xs, ys in zip(x.split(positions), targets.split(positions), strict=True):
         nats, x_gradient, product = one_slice(xs, weight, ys, vocab_size, cap, scale)

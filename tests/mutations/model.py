@@ -53,7 +53,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the head's slices are as many as there may be", "model/head.py",
-        "max(SLICE_LOGITS // len(weight), -(-len(x) // most))", "max(1, -(-len(x) // most))",
+        "max(SLICE_LOGITS // len(weight), -(-len(x) // MAX_SLICES))", "max(1, -(-len(x) // MAX_SLICES))",
         ["test_head.py::test_a_slice_holds_so_many_logits_and_there_are_sixteen_at_most"],
     ),
     Mutation(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gptlab.config.errors import ConfigError
 from gptlab.model.gpt import GPT, Linear
-from gptlab.model.head import GPU_SLICES, SLICE_LOGITS, HeadLoss
+from gptlab.model.head import MAX_SLICES, SLICE_LOGITS, HeadLoss
 from gptlab.model.kernels import torch_ops
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -112,7 +112,7 @@ class Fp8HeadLoss(HeadLoss):
         ctx.weight_dtype = weight.dtype
         weight8 = rounded(weight.to(x.dtype), E4M3)
         columns = weight8.transposed()
-        positions = max(SLICE_LOGITS // len(weight), -(-len(x) // GPU_SLICES))
+        positions = max(SLICE_LOGITS // len(weight), -(-len(x) // MAX_SLICES))
         positions = -(-positions // MULTIPLE) * MULTIPLE
         for xs, ys in zip(x.split(positions), targets.split(positions), strict=True):
             x8 = rounded(xs, E4M3)

@@ -31,11 +31,13 @@ from gptlab.config.recipes.nanochat import nanochat
 from gptlab.config.run import BatchConfig, RunConfig
 from gptlab.model import head
 from gptlab.model.gpt import GPT
+from gptlab.model.kernels import fp8
 from gptlab.model.kernels.fp8 import Fp8Linear, use_fp8
 from gptlab.runtime.hardware.peak import Peak
 from gptlab.runtime.hardware.place import Place
 from gptlab.training.parallel.strategy import whole_optimizer
 
+SLICES = 4  # of the head, instead of 16: its graph takes longest
 ROWS = 32
 # Two layers of nanochat's depth 20, and of GPT-2.
 WIDE = replace(nanochat(depth=20).model, n_layer=2, vocab_size=2**15)
@@ -137,6 +139,12 @@ class LiveStorages(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, freed)
 
 
+@pytest.fixture(autouse=True)
+def few_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (head, fp8, compiled_memory):
+        monkeypatch.setattr(module, "MAX_SLICES", SLICES)
+
+
 @pytest.mark.parametrize(
     ("config", "in_fp8", "near"),
     [(WIDE, False, 0.01), (replace(WIDE, n_layer=1), True, 0.01), (replace(SMALL_GPT2, n_layer=1), False, 0.05)],
@@ -219,7 +227,7 @@ def test_autoresearch_is_nanochat_in_another_size() -> None:
 def test_a_layer_more_keeps_what_the_graph_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the lineage that is not compared above. At the ends its graph may keep residual streams more."""
     for module in (head, compiled_memory):
-        monkeypatch.setattr(module, "GPU_SLICES", 1)
+        monkeypatch.setattr(module, "MAX_SLICES", 1)
         monkeypatch.setattr(module, "SLICE_LOGITS", 2**40)
     kept = []
     for n_layer in (1, 2):

@@ -19,7 +19,7 @@ from gptlab.config.errors import ConfigError
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES
 from gptlab.model.gpt import GPT, Linear, build_model
-from gptlab.model.head import GPU_SLICES, SLICE_LOGITS, HeadLoss
+from gptlab.model.head import SLICE_LOGITS, HeadLoss
 from gptlab.model.kernels import fp8
 from gptlab.model.kernels.fp8 import E4M3, E5M2, Fp8HeadLoss, Fp8Linear, Fp8Product, use_fp8
 
@@ -82,7 +82,7 @@ def test_product_and_its_gradients_are_those_of_the_rounded_factors() -> None:
 def test_head_loss_is_that_of_the_rounded_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three slices of 16 positions, by the definition of cross-entropy; then its gradient by autograd through it."""
     monkeypatch.setattr(fp8, "SLICE_LOGITS", 16 * 144)
-    monkeypatch.setattr(fp8, "GPU_SLICES", 48)
+    monkeypatch.setattr(fp8, "MAX_SLICES", 48)
     x, weight = torch.randn(48, 160), torch.randn(144, 160) / 12
     targets = torch.randint(140, (48,))
     targets[5] = -1
@@ -157,7 +157,7 @@ def test_layers_of_nanochat_on_the_meta_device() -> None:
     use_fp8(model)
     left = {name for name, module in model.named_modules() if type(module) is Linear}
     assert left == {"blocks.1.attention.value_gate"}
-    slices = min(2 * 2048 * 4096 // SLICE_LOGITS, GPU_SLICES)
+    slices = 2 * 2048 * 4096 // SLICE_LOGITS
     n_layers = sum(isinstance(module, Fp8Linear) for module in model.modules())
     assert n_layers == 2 * 4 + 1
     with Counted() as counted:

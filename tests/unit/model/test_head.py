@@ -145,7 +145,6 @@ def test_what_is_compiled_for_gpus_has_one_region_for_all_slices(
     """On a CPU, whose wrapper cannot hold a region, slices are parts of the graph. A meta tensor stands for a GPU's."""
     monkeypatch.setattr(gptlab.model.head, "SLICE_LOGITS", 1)
     monkeypatch.setattr(gptlab.model.head, "MAX_SLICES", 3)
-    monkeypatch.setattr(gptlab.model.head, "GPU_SLICES", 3)
     called: list[str] = []
 
     def backend(whole: fx.GraphModule, _: Sequence[torch.Tensor]) -> Callable[..., Any]:
