@@ -154,6 +154,8 @@ def test_a_captured_step_is_the_step(
             )
         )  # fmt: skip
     assert found == [False, True]
+    steps = [json.loads((run / "run.json").read_text())["implementations"].get("steps") for run in runs]
+    assert steps == [None, "CUDA graphs"]
     norms = [[line["grad_norm"] for line in lines_of(run, "train")] for run in runs]
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), abs=0.01)
     assert norms[1] == pytest.approx(norms[0], rel=0.1)

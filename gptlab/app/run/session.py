@@ -105,6 +105,8 @@ class Session:
         found = implementations(self.place.device, self.place.dtype, compiled=self.passes.compiled)
         if self.place.device.type != "cpu" or self.config.data.mask_documents:
             found["attention"] = self._attention()
+        if self.state.captured is not None:
+            found["steps"] = "CUDA graphs"
         return found | {"compile": self.passes.compiler}
 
     def _attention(self) -> str:
