@@ -92,6 +92,11 @@ MUTATIONS = [
         ["test_own_parts.py::test_models_that_it_loads_change_nothing_for_the_run"],
     ),
     Mutation(
+        "own rows are looked at once", "app/run/own_parts.py",
+        "        return checked\n", "        return rows\n",
+        ["test_api.py::TestParts::test_a_later_row_that_cannot_be_trained_on_ends_the_run"],
+    ),
+    Mutation(
         "closures of one function are one part", "app/run/own_parts.py",
         "[cell.cell_contents for cell in cells],", "[],",
         ["test_own_parts.py::test_functions_of_one_source_differ_by_what_they_hold"],

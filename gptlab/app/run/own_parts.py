@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 from gptlab.config.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from gptlab.config.run import RunConfig
     from gptlab.data.prepare import PreparedData
-    from gptlab.data.rows import RowSource
+    from gptlab.data.rows import Pair, RowSource
     from gptlab.model.gpt import GPT
     from gptlab.optim.torch_optimizer import TorchOptimizer
 
@@ -87,13 +88,9 @@ class OwnParts:
                 f"rows returned {rows.rows_per_epoch:,} rows of {rows.seq_len} tokens: give at least one, of "
                 f"model.seq_len = {length}"
             )
-        for kind, tokens, least in zip(("inputs", "targets"), rows.read(0, np.arange(1)), (0, -1), strict=True):
-            if tokens.shape != (1, length) or tokens.min() < least or tokens.max() >= data.tokenizer.vocab_size:
-                raise UserError(
-                    f"rows returned {kind} of shape {tokens.shape} from {tokens.min()} to {tokens.max()}: a row has "
-                    f"{length} numbers from {least} to {data.tokenizer.vocab_size - 1} (-1: no target)"
-                )
-        return rows
+        checked = _CheckedRows(rows, data.tokenizer.vocab_size)
+        checked.read(0, np.arange(1))
+        return checked
 
     def of_state(self) -> dict[str, Callable[..., Any] | None]:
         """The arguments of `build_state` beside the configuration."""
@@ -147,6 +144,26 @@ class OwnParts:
             f"the source of {name}, or a value that it holds, is not what {path} was trained with: not bit for bit"
             for name in changed
         ]
+
+
+class _CheckedRows:
+    """A caller's rows: kernels look up the tokens of each batch without another question."""
+
+    def __init__(self, rows: RowSource, vocab_size: int) -> None:
+        self._rows, self._vocab_size = rows, vocab_size
+        self.seq_len, self.rows_per_epoch, self.target_counts = rows.seq_len, rows.rows_per_epoch, rows.target_counts
+
+    def read(self, epoch: int, indices: np.ndarray) -> Pair:
+        """UserError for what is no row of tokens."""
+        pair = self._rows.read(epoch, indices)
+        for kind, tokens, least in zip(("inputs", "targets"), pair, (0, -1), strict=True):
+            shape, lowest, highest = tokens.shape, tokens.min(), tokens.max()
+            if shape != (len(indices), self.seq_len) or lowest < least or highest >= self._vocab_size:
+                raise UserError(
+                    f"rows returned {kind} of shape {shape} from {lowest} to {highest}: a row has {self.seq_len} "
+                    f"numbers from {least} to {self._vocab_size - 1} (-1: no target)"
+                )
+        return pair
 
 
 def own_parts_of(record: Mapping[str, object]) -> dict[str, dict[str, Any]]:

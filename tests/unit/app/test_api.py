@@ -498,6 +498,25 @@ class TestParts:
         with pytest.raises(gptlab.UserError, match=says):
             gptlab.train(make_config(folder, "none"), rows=rows)
 
+    def test_a_later_row_that_cannot_be_trained_on_ends_the_run(self, folder: Path) -> None:
+        """A token beyond the vocabulary would be read from behind the table of embeddings."""
+
+        def rows(data: PreparedData, config: RunConfig) -> RowSource:
+            made = backwards(data, config)
+            read = made.read
+
+            def broken(epoch: int, indices: np.ndarray) -> Any:
+                inputs, targets = read(epoch, indices)
+                inputs[indices == 9, 3] = 9999
+                return inputs, targets
+
+            made.read = broken  # type: ignore[method-assign]
+            return made
+
+        with pytest.raises(gptlab.UserError, match=r"rows returned inputs of shape \(8, 32\) from \d+ to 9999"):
+            gptlab.train(make_config(folder, "later", checkpoint__background=False), rows=rows)
+        assert [line["step"] for line in lines_of(folder / "later", "train")] == [1]
+
     def test_rows_that_are_none_are_refused(self, folder: Path) -> None:
         with pytest.raises(gptlab.UserError, match="rows must return a RowSource, this is NoneType"):
             gptlab.train(make_config(folder, "none"), rows=lambda data, config: None)  # type: ignore[arg-type, return-value]
