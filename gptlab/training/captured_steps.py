@@ -31,11 +31,12 @@ def capture(
     state: TrainState, loss_sum: LossFunction, config: RunConfig, warn: Callable[[str], None]
 ) -> CapturedStep | None:
     """The step of `state`, once everything that it calls has run; None where it is large, or where the host has a part
-    in it: several processes, a caller's layers or optimizer, masks of ever more documents, a loss scale."""
+    in it: several processes, a caller's layers or optimizer, masks of ever more documents, steps that it waits for."""
     flops = flops_per_token(state.model).total * config.micro_tokens
     is_plain = type(state.strategy) is Strategy and type(state.optimizer) is CombinedOptimizer
     is_own = is_plain and not state.model.is_replaced and torch.version.hip is None
-    if flops > MOST_FLOPS or not is_own or state.loss_scale is not None or config.data.mask_documents:
+    is_queued = state.loss_scale is None and not config.faults.spike_factor
+    if flops > MOST_FLOPS or not (is_own and is_queued) or config.data.mask_documents:
         return None
     try:
         return CapturedStep(state, loss_sum, config)
