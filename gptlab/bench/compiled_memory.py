@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from gptlab.model.gpt import GPT
-from gptlab.model.head import MAX_SLICES, SLICE_LOGITS
+from gptlab.model.head import MAX_SLICES, SLICE_LOGITS, SLICES_IN_TURN
 from gptlab.model.kernels import torch_attention
 
 WORKSPACE = 2 * 32 * 2**20
@@ -32,8 +32,6 @@ _OWN_KERNELS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
 """Of aten, beside attention: they read and write memory. Everything else is fused with what is around it."""
 _REDUCTION = 4
 """How many times smaller than what it reads the result of a reduction is, for the partitioner and here."""
-_SUMMANDS = 8
-"""How many Inductor adds up in one kernel (torch._inductor.config.realize_acc_reads_threshold)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +75,15 @@ def pass_memory(model: GPT, rows: int, *, recomputed: bool = False) -> PassMemor
 
     # The head keeps the input of the final norm, the gradient of its output, and the gradient of its own weights. At
     # its last slice there are also the norm's output, the weights in the compute type, the slice's logits, over which
-    # their gradient is written, and products of slices that wait to be added up (`model/head.py`).
+    # their gradient is written, and each slice's product for the weights' gradient: one kernel adds them all up. Where
+    # slices are not in turn (`model/head.py`), all logits are computed first, and then become products one by one.
     table, wide = model.head.weight.numel(), max(width, 4)
     positions = min(tokens, max(SLICE_LOGITS // config.padded_vocab_size, -(-tokens // MAX_SLICES)))
-    products = min(-(-tokens // positions), _SUMMANDS)
+    slices, logits, product = -(-tokens // positions), positions * config.padded_vocab_size * width, width * table
+    of_each = product if SLICES_IN_TURN else max(product, logits)
     head_kept = 2 * stream + wide * table
-    logits = positions * config.padded_vocab_size * width
-    forward_peak = kept + head_kept + stream + (1 + products) * width * table + logits
+    of_slices = slices * of_each + logits + product - of_each
+    forward_peak = kept + head_kept + stream + width * table + of_slices
 
     # Backward, the last block first. What the pass returns last is the gradient of the embedding's table.
     backward_peak = stream + (wide * table if recomputed else sum(weight.nbytes for weight in model.parameters()))

@@ -322,3 +322,23 @@ def test_gradients_of_later_blocks_are_there_while_earlier_ones_compute(monkeypa
     assert recomputed is not None
     assert round(passes.backward_peak / 10**15, 3) == 10  # 7 + 3, after 7 + 1 with what the first block still keeps
     assert round(recomputed.backward_peak / 10**15, 3) == 8  # added up by then
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_slices_of_the_head(monkeypatch: pytest.MonkeyPatch, in_turn: bool) -> None:
+    """By hand, with blocks that keep nothing and so many tokens that a slice has more logits than weights have entries.
+    Each slice's product waits for the sum. Not in turn, each slice's logits wait for its product."""
+    monkeypatch.setattr(compiled_memory, "SLICES_IN_TURN", in_turn)
+    block = compiled_memory._Passes(kept=0, forward_peak=0, backward_peak=0, gradients=0)
+    monkeypatch.setattr(compiled_memory, "_block", lambda *_: block)
+    with torch.device("meta"):
+        model = GPT(SMALL_GPT2, torch.bfloat16, "cuda")
+    width, entries = model.config.n_embd, model.config.padded_vocab_size
+    rows = 2**16 * width // model.config.seq_len
+    passes = pass_memory(model, rows)
+    assert passes is not None
+    tokens = rows * model.config.seq_len
+    streams, tables = 3 * 2 * tokens * width, (4 + 2) * entries * width  # the weights' gradient, and the weights
+    logits, product = 2 * tokens * entries // SLICES, 2 * entries * width
+    waiting = SLICES * (product if in_turn else logits) + (logits if in_turn else product)
+    assert passes.forward_peak == streams + tables + waiting
