@@ -256,6 +256,7 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
         strategy.use_local_gradients()
         if not isinstance(state.optimizer, TorchOptimizer):  # whose state comes to be in its first step
             state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
+        strategy.zero_grad()  # as in the run: beside them, a validation may take more memory than any step
         state.model.eval()
         with torch.no_grad():
             zeros = torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, device=state.device)
