@@ -46,11 +46,12 @@ def _timed(
 ) -> Machine:
     """This machine, timed on the steps of `config`; also appended to `measured`. Data is prepared before, which gives
     another thread the time to build the C++ kernels."""
-    limit, tokens = measured[0], measured[-1].training_tokens
+    last = measured[-1]
+    tokens = last.training_tokens
     if len(measured) == 1:  # its limit: no size was timed yet
         tokens = prepared(config, place_of(config, world), console).train.n_tokens
-    if text_ends_first(limit, config):
-        measured.append(replace(limit, training_tokens=tokens))
+    if last.flops_per_second is None and text_ends_first(last, config):
+        measured.append(replace(last, training_tokens=tokens))
         return measured[-1]
     exact = deterministic_kernels(config.runtime.device) if config.parallel.exact_any_world_size else nullcontext()
     with console.busy("timing steps, to size the model"), exact:

@@ -79,16 +79,17 @@ def _description(session: Session) -> dict[str, Any]:
 
 
 def _step(session: Session) -> int:
-    """Train one step, as the run's schedule begins; the number of steps made."""
+    """Train one step as the run would, as its schedule begins; the number of steps made."""
     from gptlab.config.errors import UserError
     from gptlab.training.faults import Fault
-    from gptlab.training.step import collect_garbage, train_step
+    from gptlab.training.loop import next_steps
+    from gptlab.training.step import collect_garbage
 
     state = session.state
-    step = train_step(state, session.passes.loss_sum, session.config, session.finish)
-    if isinstance(step.result, Fault):
-        raise UserError(f"the steps cannot be timed: {step.result}")
-    state.passed(step.loss, session.config.faults)
+    for step in next_steps(state, session.passes.loss_sum, session.config, session.finish, lambda after: True):
+        if isinstance(step.result, Fault):
+            raise UserError(f"the steps cannot be timed: {step.result}")
+        state.passed(step.loss, session.config.faults)
     collect_garbage(state.step)
     return state.step
 

@@ -57,6 +57,8 @@ class Bench:
     compiled: Compiled
     compile_seconds: float
     """Compilation, or without it the first step and the first validation pass."""
+    graphs: bool
+    """Whether whole steps are CUDA graphs. Their parts are launched."""
     steps: int
     """How many were timed as a whole, and as many part by part."""
     step_seconds: float
@@ -149,6 +151,7 @@ def measure(config: RunConfig, console: Console, *, steps: int, seconds: float) 
             product_times=product_times(state.model.config, place.dtype) if place.device.type == "cpu" else None,
             compiled=compiled,
             compile_seconds=compile_seconds,
+            graphs=state.captured is not None,
             steps=len(times.whole_seconds),
             step_seconds=step_seconds,
             best_step_seconds=min(times.whole_seconds),

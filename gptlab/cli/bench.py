@@ -149,6 +149,8 @@ def _setting(bench: Bench) -> Iterator[tuple[str, str]]:
         )
     where = {"off": "no", "cold": "in {:.1f} s (new to its cache)", "cached": "in {:.1f} s (from its cache)"}
     yield "compiled", where[bench.compiled].format(bench.compile_seconds)
+    if bench.graphs:
+        yield "graphs", "whole steps are CUDA graphs; their parts are launched one by one, which takes longer"
 
 
 def _peak(bench: Bench) -> str:

@@ -7,6 +7,7 @@ everything that they read and write, so that a replay is the step that was captu
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -28,27 +29,28 @@ layers in 8 ms. Graphs keep the memory that they compute in, which evaluations c
 
 
 def capture(
-    state: TrainState, loss_sum: LossFunction, config: RunConfig, warn: Callable[[str], None]
-) -> CapturedStep | None:
+    state: TrainState, loss_sum: LossFunction, config: RunConfig, validate: Callable[[], None],
+    warn: Callable[[str], None],
+) -> CapturedStep | None:  # fmt: skip
     """The step of `state`, once everything that it calls has run; None where it is large, or where the host has a part
-    in it: several processes, a caller's layers or optimizer, masks of ever more documents, steps that it waits for."""
+    in it: several processes, a caller's layers or optimizer, masks of ever more documents, steps that it waits for.
+
+    `validate`: a validation pass, which must have room beside the memory of the graphs. `warn` is called where it has
+    none, or a capture fails.
+    """
     flops = flops_per_token(state.model).total * config.micro_tokens
     is_plain = type(state.strategy) is Strategy and type(state.optimizer) is CombinedOptimizer
     is_own = is_plain and not state.model.is_replaced and torch.version.hip is None
-    is_queued = state.loss_scale is None and not config.faults.spike_factor
+    is_queued = state.loss_scale is None and not config.faults.spike_factor and not config.eval.only
     if flops > MOST_FLOPS or not (is_own and is_queued) or config.data.mask_documents:
         return None
     try:
-        return CapturedStep(state, loss_sum, config)
-    except torch.OutOfMemoryError:
-        raise
+        captured = CapturedStep(state, loss_sum, config)
+        validate()
+        return captured
     except RuntimeError as error:
         warn(f"training without CUDA graphs, which is slower: {str(error).splitlines()[0]}")
         state.strategy.zero_grad()
-        if state.device.type == "cuda":
-            # torch leaves the generator counting for a graph.
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            generator.graphsafe_set_state(generator.clone_state())
         return None
 
 
@@ -66,7 +68,7 @@ class CapturedStep:
 
         def passes() -> None:
             loss = loss_sum(*self._tokens)
-            (loss * self._count.reciprocal().to(loss.dtype)).backward()
+            (loss * self._count.clamp(min=1).reciprocal().to(loss.dtype)).backward()
             self._total.add_(loss.detach())
 
         def update() -> None:
@@ -86,7 +88,7 @@ class CapturedStep:
         """Queue the step. Returns the mean loss, the norm before clipping and that of each gradient, which the next
         call overwrites."""
         dropout = self._config.model.dropout > 0
-        self._count.fill_(max(batch.target_tokens, 1))
+        self._count.fill_(batch.target_tokens)
         self._total.zero_()
         for rate, value in zip(self._rates, rates, strict=True):
             rate.fill_(value)
@@ -102,9 +104,25 @@ class CapturedStep:
         return self.figures
 
 
-def _captured(function: Any, pool: Any) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    # Other threads pin batches meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        function()
+def _captured(function: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # Other threads pin batches meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            function()
+    except RuntimeError:
+        _leave_capture(stream, pool)
+        raise
     return graph
+
+
+def _leave_capture(stream: torch.cuda.Stream, pool: Any) -> None:
+    """Put back what torch leaves of a capture that fails: its stream, a generator that counts for a graph, and, before
+    2.13, an allocator that waits for its end and so keeps every batch."""
+    device = stream.device_index
+    torch.cuda.set_stream(stream)
+    generator = torch.cuda.default_generators[device]
+    generator.graphsafe_set_state(generator.clone_state())
+    with suppress(RuntimeError, AttributeError):  # private names
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -191,7 +192,8 @@ def warm_up(
         from gptlab.training.captured_steps import capture
 
         state.captured = None  # that of a warm-up for which memory was too small
-        state.captured = capture(state, passes.loss_sum, config, warn)
+        validate = partial(validate_once, state, passes, config, eval_sequences)
+        state.captured = capture(state, passes.loss_sum, config, validate, warn)
 
 
 def _compile(
@@ -257,10 +259,7 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
         if not isinstance(state.optimizer, TorchOptimizer):  # whose state comes to be in its first step
             state.optimizer.step(1.0, config.optim.muon.momentum, 1.0)
         strategy.zero_grad()  # as in the run: beside them, a validation may take more memory than any step
-        state.model.eval()
-        with torch.no_grad():
-            zeros = torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, device=state.device)
-            passes.token_nats(zeros, zeros)
+        validate_once(state, passes, config, eval_sequences)
     finally:
         strategy.zero_grad()
         with torch.no_grad():
@@ -268,6 +267,14 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
                 tensor.copy_(copy)
         restore_rng(rng, state.device)
         synchronize(state.device)
+
+
+def validate_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int) -> None:
+    """A validation pass on made-up tokens."""
+    state.model.eval()
+    with torch.no_grad():
+        zeros = torch.zeros(eval_sequences, config.model.seq_len, dtype=torch.int64, device=state.device)
+        passes.token_nats(zeros, zeros)
 
 
 class _NoGradientsError(Exception):

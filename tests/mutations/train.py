@@ -262,8 +262,18 @@ MUTATIONS = [
         ["test_queued_steps.py::test_a_captured_step_trains_as_any_other"],
     ),
     Mutation(
+        "a captured step without targets is trained on", "training/captured_steps.py",
+        "self._count.fill_(batch.target_tokens)", "self._count.fill_(max(batch.target_tokens, 1))",
+        ["test_queued_steps.py::test_a_captured_step_refuses_a_broken_update"],
+    ),
+    Mutation(
+        "graphs are kept for steps that the host waits for", "training/captured_steps.py",
+        "is_own and is_queued", "is_own",
+        ["test_queued_steps.py::test_no_step_in_which_the_host_has_a_part"],
+    ),
+    Mutation(
         "a GPU times steps whatever the text is", "app/sizing.py",
-        "if text_ends_first(limit, config):", "if False:",
+        "last.flops_per_second is None and text_ends_first(last, config)", "False",
         ["test_train_run.py::test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared"],
     ),
     Mutation(
@@ -550,8 +560,8 @@ MUTATIONS = [
     ),
     Mutation(
         "validation is compiled on the clock", "training/compilation.py",
-        "            passes.token_nats(zeros, zeros)\n",
-        "            pass\n",
+        "        passes.token_nats(zeros, zeros)\n",
+        "        pass\n",
         ["test_compiled_run.py::test_compiled_run"],
         ["The model is compiled", "The model is compiled for one shape"],
     ),

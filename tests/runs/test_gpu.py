@@ -13,7 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import FLAGS, arguments, command, differences, lines_of, make_config, outcome, train
+from tiny_runs import (
+    FLAGS,
+    arguments,
+    command,
+    differences,
+    lines_of,
+    make_config,
+    open_tiny,
+    outcome,
+    train,
+    weights_of,
+)  # fmt: skip
 from torch import Tensor
 
 import gptlab
@@ -177,13 +188,18 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(folder: Path, monkeypatch:
 
 @CUDA
 def test_a_captured_step_refuses_an_update(folder: Path) -> None:
-    """No loss is as low as the limit, so that no weight moves."""
-    run = train(
-        folder, "captured-refused", runtime__device="cuda", runtime__dtype="bfloat16", runtime__max_loss=0.1,
-        faults__max_skipped_in_a_row=8, steps=4,
-    )  # fmt: skip
-    assert [line["what"] for line in lines_of(run, "event")] == ["skipped"] * 4
-    assert len({line["val_loss"] for line in lines_of(run, "eval")}) == 1
+    """From a weight that is infinite: no other weight and no moment moves."""
+    session = open_tiny(folder, runtime__device="cuda", runtime__dtype="bfloat16")
+    state = session.state
+    session.warm_up(pytest.fail)
+    assert state.captured is not None
+    first, *others = [*weights_of(state).values(), *state.optimizer.state_tensors().values()]
+    first.fill_(math.inf)
+    before = [tensor.clone() for tensor in others]
+    with state.loader:
+        figures = state.captured(next(state.loader), Rates(1.0, 0.9, 1.0))
+    assert not figures[1].isfinite()
+    assert all(torch.equal(*pair) for pair in zip(others, before, strict=True))
 
 
 @CUDA

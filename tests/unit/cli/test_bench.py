@@ -195,12 +195,16 @@ class TestReport:
             "flops_per_token": FlopsPerToken(matmul=10**9, attention=2 * 10**9, attention_causal=1e9),
             "forward_flops_per_token": 2e9,
             "vendor_peak_flops_per_second": None, "measured_peaks_flops_per_second": (390e9, 400e9, 395e9),
-            "sustained_shares": (0.95, 0.93, 0.96), "compiled": "cached", "compile_seconds": 2.0,
+            "sustained_shares": (0.95, 0.93, 0.96), "compiled": "cached", "compile_seconds": 2.0, "graphs": False,
             "steps": 20, "step_seconds": 1.0, "best_step_seconds": 0.8,
             "part_seconds": {"data": 0.01, "forward": 0.2, "backward": 0.4, "norm, clip": 0.05, "muon": 0.2,
                              "adamw": 0.1},
         }  # fmt: skip
         return Bench(**values | fields)
+
+    def test_steps_that_are_graphs_and_parts_that_are_not(self) -> None:
+        assert "graphs    whole steps are CUDA graphs; their parts" in describe(self.bench(graphs=True))
+        assert "CUDA graphs" not in describe(self.bench())
 
     def test_figures_by_hand(self) -> None:
         made = self.bench()

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from oracle_checkpoint import same_bits
 from tiny_runs import (
     FakeClock,
     arguments,
@@ -24,12 +25,14 @@ from tiny_runs import (
     make_config,
     open_tiny,
     outcome,
+    tensors_of,
     train,
 )  # fmt: skip
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gptlab
+from gptlab.app.run.session import Session
 from gptlab.config.recipes import configure
 from gptlab.data.loader import StepBatch
 from gptlab.model.gpt import GPT, build_model
@@ -43,7 +46,7 @@ from gptlab.training.faults import TrainingFailed
 from gptlab.training.parallel.strategy import Strategy, whole_optimizer
 from gptlab.training.queued_steps import queued_update
 from gptlab.training.state import TrainState
-from gptlab.training.step import Rates, gradients
+from gptlab.training.step import Rates, gradients, rates_of_step
 
 QUIET: dict[str, Any] = {"sample__prompts": [], "eval__every_steps": 6, "checkpoint__background": False}
 BROKEN_GRADIENT = "blocks.0.mlp.up.weight"
@@ -195,19 +198,29 @@ class CalledAgain:
         self.replay = function
 
 
-def test_a_captured_step_trains_as_any_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two micro-batches, dropout, clipping, warm-up: its tokens, seeds and rates are those of the step that it is
-    called for. AdamW's rate, which is rounded to float32, changes the last digits."""
+@pytest.fixture
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_steps, "_captured", CalledAgain)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
+def capture(session: Session, warn: Callable[[str], object] = pytest.fail, validate: Callable[[], None] = int) -> bool:
+    """Whether the session's steps are captured from now on."""
+    state = session.state
+    captured = captured_steps.capture(state, state.model.loss, session.config, validate, warn)  # type: ignore[arg-type]
+    state.captured = captured
+    return captured is not None
+
+
+def test_a_captured_step_trains_as_any_other(folder: Path, on_a_cpu: None) -> None:
+    """Two micro-batches, dropout, clipping, warm-up: its tokens, seeds and rates are those of the step that it is
+    called for. AdamW's rate, which is rounded to float32, changes the last digits."""
     figures: list[list[float]] = []
-    for capture in (False, True):
+    for captures in (False, True):
         session = open_tiny(folder)
         state, config = session.state, session.config
         with state.loader:
-            if capture:
-                state.captured = captured_steps.capture(state, state.model.loss, config, pytest.fail)
-                assert state.captured is not None
+            assert not captures or capture(session)
             for _ in range(4):
                 queued = queued_module._queue(state, state.model.loss, config, session.finish)
                 figures.append(queued.figures.tolist())
@@ -215,6 +228,34 @@ def test_a_captured_step_trains_as_any_other(folder: Path, monkeypatch: pytest.M
     assert len(set(map(tuple, figures[:4]))) == 4
     for plain, captured in zip(figures[:4], figures[4:], strict=True):
         assert captured == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("broken", ["no targets", "a weight"])
+def test_a_captured_step_refuses_a_broken_update(folder: Path, on_a_cpu: None, broken: str) -> None:
+    """No target counts, so that the mean loss is NaN; or a weight is infinite, and its gradients."""
+    session = open_tiny(folder)
+    state, config = session.state, session.config
+    with state.loader:
+        assert capture(session)
+        assert state.captured is not None
+        batch = next(state.loader)
+        if broken == "no targets":
+            batch = replace(batch, targets=torch.full_like(batch.targets, -1), target_tokens=0)
+        else:
+            next(state.model.parameters()).detach().fill_(math.inf)
+        before = {name: tensor.clone() for name, tensor in tensors_of(state).items()}
+        figures = state.captured(batch, rates_of_step(state, config, session.finish))
+    assert math.isnan(figures[0])
+    after = tensors_of(state)
+    drawn = {"rng.torch"}
+    assert [name for name in before.keys() - drawn if not same_bits({"": before[name]}, {"": after[name]})] == []
+
+
+@pytest.mark.parametrize(
+    "changes", [{"eval__only": True}, {"faults__spike_factor": 3.0}, {"data__mask_documents": True}]
+)
+def test_no_step_in_which_the_host_has_a_part(folder: Path, on_a_cpu: None, changes: dict[str, Any]) -> None:
+    assert not capture(open_tiny(folder, **changes))
 
 
 def test_a_step_that_cannot_be_captured_is_launched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,9 +266,18 @@ def test_a_step_that_cannot_be_captured_is_launched(folder: Path, monkeypatch: p
     monkeypatch.setattr(captured_steps, "_captured", invalid)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     session, said = open_tiny(folder), list[str]()
-    assert captured_steps.capture(session.state, session.state.model.loss, session.config, said.append) is None
+    assert not capture(session, said.append)
     assert said == ["training without CUDA graphs, which is slower: capture invalidated"]
     assert all(parameter.grad is None for parameter in session.state.model.parameters())
+
+
+def test_a_validation_without_room_beside_graphs_has_none(folder: Path, on_a_cpu: None) -> None:
+    def validate() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    said: list[str] = []
+    assert not capture(open_tiny(folder), said.append, validate)
+    assert said == ["training without CUDA graphs, which is slower: CUDA out of memory"]
 
 
 class Dispatched(TorchDispatchMode):
