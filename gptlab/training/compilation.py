@@ -115,7 +115,8 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
     alone = state.strategy.group.size == 1 or config.parallel.exact_any_world_size
     if model.platform == "cuda" and alone and not config.runtime.activation_checkpointing:
         return Passes(compiled(model.loss), nats_by(compiled(model.forward)), "inductor", plain)
-    if _is_short_step(state, config) and not state.strategy.is_sharded:
+    # A compiled graph draws the dropout of all that it holds: cut alike, any number of processes draws the same.
+    if _is_short_step(state, config) and not state.strategy.is_sharded and config.model.dropout == 0.0:
         return Passes(compiled(model.loss), plain.token_nats, "inductor", plain)
 
     # Block by block: layers of one kind share their code, so compile time does not grow with depth. Three layers took

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed_scenes import play_scenes
 from tiny_runs import CLOCK_FIELDS, arguments, lines_of
 from torch import Tensor
@@ -25,7 +26,7 @@ from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group, World, apart
 from gptlab.runtime.processes.liveness import Failure, Liveness, PeerFailed
-from gptlab.runtime.processes.torch_group import TorchGroup, _stores
+from gptlab.runtime.processes.torch_group import TorchGroup, _stores, join_others
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.training.checkpoint.load import checksum, load_checkpoint
 from gptlab.training.checkpoint.names import list_checkpoints
@@ -335,6 +336,17 @@ class TestWorld:
     def test_the_process_group_is_destroyed_at_the_end(self, played: Path) -> None:
         for name, ranks in (("three", 3), ("few-six", 6), ("stopped", 2), ("resumed", 3)):
             assert not any(of(played, name, rank)["left_a_group"] for rank in range(ranks)), name
+
+    def test_a_process_group_of_somebody_else_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It would be used, and destroyed at the end: a caller's own, or that of the run whose on_step trains another.
+        That of a run that failed is used again."""
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", "0")
+        for was_left, says in ((False, "a process group already"), (True, "MASTER_PORT=0")):
+            monkeypatch.setattr(TorchGroup, "was_left", was_left)
+            with pytest.raises(UserError, match=says), join_others(World(0, 2), lambda error: 2):
+                pass
 
     @pytest.mark.parametrize("rank", ["8", "-1", "x"])
     def test_nonsense_is_refused(self, rank: str) -> None:

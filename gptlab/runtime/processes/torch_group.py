@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ _RUNS = itertools.count(1)
 
 
 class TorchGroup(Group):
+    was_left: ClassVar[bool] = False
+    """Whether an error ended the last group of this process, whose collectives the next one then has."""
+
     def __init__(self, world: World, liveness: Liveness, store: Any) -> None:
         super().__init__(world)
         self._liveness = liveness
@@ -249,7 +252,13 @@ def _mark_queue() -> Callable[[], bool]:
 @contextmanager
 def join_others(world: World, exit_code: Callable[[BaseException], int]) -> Iterator[Group]:
     """The group of this process, one of several; the context ends when all have come to its end. An error inside is
-    reported to the others, which end by PeerFailed with its `exit_code`."""
+    reported to the others, which end by PeerFailed with its `exit_code`. UserError in a process group of somebody
+    else's, or in that of a run which has not ended."""
+    if dist.is_initialized() and not TorchGroup.was_left:
+        raise UserError(
+            "this process is in a process group already: of several processes, no run trains another from on_step or "
+            "on_eval, and a group of your own has to end before (torch.distributed.destroy_process_group())"
+        )
     hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True) and world.is_main
     store, watched, admit = _stores(world, hosts)
     liveness = Liveness(world.rank, world.size, watched)
@@ -271,6 +280,7 @@ def join_others(world: World, exit_code: Callable[[BaseException], int]) -> Iter
         if dist.is_initialized():
             dist.destroy_process_group()
     finally:
+        TorchGroup.was_left = dist.is_initialized()
         liveness.close()
         if hosts:
             liveness.outlast()

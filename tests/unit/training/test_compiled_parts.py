@@ -93,6 +93,21 @@ def test_what_is_compiled(
     assert torch.equal(passes.token_nats(tokens, tokens), token_nats(logits, tokens))
 
 
+@pytest.mark.parametrize(("dropout", "expected"), [(0.0, {"GPT.loss": 1}), (0.2, BLOCKS)])
+def test_dropout_is_drawn_by_graphs_that_any_number_of_processes_has(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dropout: float, expected: dict[str, int]
+) -> None:
+    """On a CPU, a short step is compiled whole; sharded processes compile blocks, whose dropout is another one."""
+    config = make_config(folder, "never-made", runtime__compile="on", model__dropout=dropout)
+    names: list[str] = []
+    monkeypatch.setattr(
+        torch, "compile",
+        lambda f, **options: names.append(getattr(f, "__qualname__", type(f).__name__)) or f,  # type: ignore[func-returns-value]
+    )  # fmt: skip
+    make_passes(open_session(config, place_of(config), QuietConsole()).state, config, pytest.fail)
+    assert set(names) == set(expected)
+
+
 def test_more_graphs_of_a_function_than_torch_permits_by_itself(folder: Path) -> None:
     """Rows are halved and sizes are tried in one process, and each has graphs of its own."""
     config = make_config(folder, "never-made", runtime__compile="on")
