@@ -12,6 +12,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
@@ -137,6 +138,20 @@ Share = Annotated[float, Limit(lambda value: 0 <= value <= 1, "must be in [0, 1]
 BelowOne = Annotated[float, Limit(lambda value: 0 <= value < 1, "must be in [0, 1)")]
 
 
+_fields_alone = ContextVar("fields_alone", default=False)
+
+
+@contextmanager
+def each_field_alone() -> Iterator[None]:
+    """Within the context, checked dataclasses check each field and not what the fields are together: for a
+    configuration whose other fields come later. `load.rebuild` then checks it as a whole."""
+    token = _fields_alone.set(True)
+    try:
+        yield
+    finally:
+        _fields_alone.reset(token)
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def checked_dataclass(prefix: str) -> Callable[[type[T]], type[T]]:
     """A frozen dataclass of keyword arguments that refuses values outside of its fields' Limits and Literals, before
@@ -148,7 +163,7 @@ def checked_dataclass(prefix: str) -> Callable[[type[T]], type[T]]:
 
         def check(self: T) -> None:
             _check_fields(self, prefix)
-            if own is not None:
+            if own is not None and not _fields_alone.get():
                 own(self)
 
         cls.__post_init__ = check  # type: ignore[attr-defined]

@@ -67,11 +67,14 @@ def apply_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfi
 
 
 def rebuild(value: T, overrides: Mapping[str, Any], prefix: str = "") -> T:
-    """A frozen dataclass with {dotted name: checked value} replaced. `prefix`: its dotted name, for errors."""
+    """A frozen dataclass with {dotted name: checked value} replaced, and all of it checked. `prefix`: its dotted name,
+    for errors."""
     own = {name: new for name, new in overrides.items() if "." not in name}
-    for head in dict.fromkeys(name.partition(".")[0] for name in overrides if "." in name):
-        inner = {name[len(head) + 1 :]: new for name, new in overrides.items() if name.startswith(f"{head}.")}
-        own[head] = rebuild(getattr(value, head), inner, f"{prefix}{head}.")
+    for field in dataclasses.fields(value):  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(group := getattr(value, field.name)):
+            head = f"{field.name}."  # a group without a replaced field too: it may never have been checked as a whole
+            inner = {name.removeprefix(head): new for name, new in overrides.items() if name.startswith(head)}
+            own[field.name] = rebuild(group, inner, f"{prefix}{head}")
     try:
         return dataclasses.replace(value, **own)  # type: ignore[type-var]
     except ConfigError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from gptlab.config.errors import ConfigError, Limit, NotNegative, Positive, checked_dataclass, require, require_device
@@ -328,7 +328,7 @@ class RuntimeConfig:
         require_device(self.device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@checked_dataclass("")
 class RunConfig:
     recipe: str = "custom"
     """The recipe that made this configuration."""

@@ -8,6 +8,19 @@ DOCUMENTS = "test_lineage_recipes.py::TestNumbers::test_are_the_documents"
 OWN_ARGUMENTS = "test_own_arguments.py::test_what_follows_is_what_base_train_computes"
 
 MUTATIONS = [
+    # --- a request
+    Mutation(
+        "the recipe refuses what the request replaces", "config/recipes/__init__.py",
+        "with each_field_alone():", "if True:",
+        ["test_own_arguments.py::test_the_fields_of_a_request_are_checked_together"],
+    ),
+    Mutation(
+        "a group without a replaced field is not checked as a whole", "config/load.py",
+        "if dataclasses.is_dataclass(group := getattr(value, field.name)):",
+        "if dataclasses.is_dataclass(group := getattr(value, field.name)) "
+        'and any(name.startswith(f"{field.name}.") for name in overrides):',
+        ["test_own_arguments.py::test_refusals_are_one_line"],
+    ),
     # --- nanoGPT
     Mutation(
         "a run of another length stretches what its recipe counts in steps", "config/recipes/__init__.py",

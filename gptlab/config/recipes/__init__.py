@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, get_type_hints
 
-from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.errors import ConfigError, UserError, each_field_alone
 from gptlab.config.load import apply_overrides, checked_value
 from gptlab.config.recipes.autoresearch import autoresearch, autoresearch_tiny
 from gptlab.config.recipes.nanochat import FULL, NanochatArguments, nanochat, nanochat_tiny
@@ -69,7 +69,8 @@ def configure(
     """The configuration that the recipe of this name makes; it is passed what its signature asks for.
 
     None leaves the recipe's default. `own` has arguments of its own that were given. A depth is refused where trained
-    weights decide it.
+    weights decide it. Each field is checked alone, since others of the request may replace what it does not fit;
+    `load.apply_overrides` checks the whole.
     """
     call = RECIPES[recipe]
     takes = inspect.signature(call).parameters
@@ -78,7 +79,8 @@ def configure(
     given = {"depth": depth, "horizon": horizon, "machine": machine}
     if own:
         given["own"] = replace(takes["own"].default, **own)
-    return call(**{name: value for name, value in given.items() if value is not None and name in takes})
+    with each_field_alone():
+        return call(**{name: value for name, value in given.items() if value is not None and name in takes})
 
 
 def own_arguments(recipe: str) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from gptlab.app.run.run_request import RunRequest, TrainArguments
 from gptlab.cli.arguments.help import field_docs
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import UserError
-from gptlab.config.load import config_from_json, config_to_json
-from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments
+from gptlab.config.load import config_from_json, config_to_json, flatten
+from gptlab.config.recipes import OWN_TYPES, RECIPES, applied_scaling, configure, own_arguments
 from gptlab.config.recipes.nanochat import NanochatArguments
 from gptlab.config.run import Horizon, RunConfig
 from gptlab.config.scaling import Machine
@@ -114,6 +115,9 @@ def test_a_file_may_give_them(tmp_path: Path) -> None:
         ("nanochat --weight-decay -1", "weight_decay = -1.0: must not be negative"),
         ("nanochat --target-param-data-ratio 0", "target_param_data_ratio = 0.0: must be greater than zero"),
         ("nanochat --recipe-arguments x", "there is no such field"),
+        ("nanochat --total-batch-size 16384", "micro_sequences * seq_len = 32 * 2048 = 65536 (nearest valid: 65536)"),
+        ("nanochat-tiny --head-dim 65", "model.n_head = 2: rotary positions need an even head width, this gives 65"),
+        ("autoresearch-tiny --until-val-loss 2 --steps 9", "cannot stop at a loss: give eval.every_steps too"),
     ],
 )
 def test_refusals_are_one_line(line: str, says: str) -> None:
@@ -121,6 +125,24 @@ def test_refusals_are_one_line(line: str, says: str) -> None:
         resolve(line)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "value"),
+    [
+        ("nanochat --total-batch-size 32768 --batch.micro-sequences 8", "batch.total_tokens", 32768),
+        ("nanochat --total-batch-size 16384 --model.seq-len 512 --horizon.amount 5", "batch.total_tokens", 16384),
+        ("nanochat-tiny --head-dim 65 --model.position learned", "model.n_embd", 130),
+        ("autoresearch-tiny --until-val-loss 2 --eval.every-steps 9 --steps 99", "horizon.until_val_loss", 2.0),
+    ],
+)
+def test_the_fields_of_a_request_are_checked_together(line: str, field: str, value: object, tmp_path: Path) -> None:
+    """Not against those that the recipe would have had without them, in a run that repeats this one either."""
+    config = resolve(line)
+    assert flatten(asdict(config))[field] == value
+    run = RunDirectory.create(tmp_path / "r", config_to_json(config), {"device": "cpu"})
+    assert repeated_config(request(f"--from {run.path} --depth {config.model.n_layer}"), run) == config
+    assert applied_scaling(config, MACHINE)
 
 
 class TestLength:
