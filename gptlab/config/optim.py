@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from dataclasses import field
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
-from gptlab.config.errors import BelowOne, NotNegative, Positive, Share, checked_dataclass, require
+from gptlab.config.errors import BelowOne, Limit, NotNegative, Positive, Share, checked_dataclass, require
 
 MatrixOptimizer = Literal["muon", "adamw"]
 Orthogonalizer = Literal["polar_express", "newton_schulz", "svd"]
 UpdateScale = Literal["aspect", "max_side", "rms"]
 ScheduleKind = Literal["trapezoid", "cosine"]
+
+_NO_EPS = "may be zero in float32, and an update without a gradient 0 / 0"
+
+Epsilon = Annotated[Positive[float], Limit(lambda value: value >= 2.0**-126, _NO_EPS, 2.0**-126)]
+"""At least the least normal number of float32."""
+Rate = Annotated[NotNegative[float], Limit(lambda value: value <= 1e9, "is more than any run uses", 1e9)]
+"""A learning rate or weight decay, so that a product of both is finite in float32."""
 
 
 class Role(StrEnum):
@@ -33,15 +40,15 @@ class Role(StrEnum):
 class AdamWConfig:
     """Settings of torch.optim.AdamW for one parameter role."""
 
-    lr: NotNegative[float] = 0.001
+    lr: Rate = 0.001
     """Peak learning rate."""
     beta1: BelowOne = 0.8
     """Decay of the first moment (nanochat, autoresearch: 0.8)."""
     beta2: BelowOne = 0.95
     """Decay of the second moment."""
-    eps: Positive[float] = 1e-10
+    eps: Epsilon = 1e-10
     """Added to the root of the second moment (nanochat: 1e-10, since embedding gradients are tiny)."""
-    weight_decay: NotNegative[float] = 0.0
+    weight_decay: Rate = 0.0
     """Decoupled decay, multiplied by the learning rate."""
 
 
@@ -49,7 +56,7 @@ class AdamWConfig:
 class MuonConfig:
     """Momentum orthogonalized by a matrix iteration (K. Jordan et al., 2024), for matrices inside the blocks."""
 
-    lr: NotNegative[float] = 0.02
+    lr: Rate = 0.02
     """Peak learning rate (nanochat: 0.02; autoresearch: 0.04; modded-nanogpt: 0.1 * 0.0036)."""
     momentum: BelowOne = 0.95
     """Momentum at the end of the ramp."""
@@ -68,7 +75,7 @@ class MuonConfig:
     0.2*sqrt(max(rows, cols)) (arXiv:2502.16982)."""
     normuon_beta2: BelowOne | None = 0.95
     """Decay of NorMuon's second moment per neuron (arXiv:2510.05491). None: plain Muon."""
-    weight_decay: NotNegative[float] = 0.2
+    weight_decay: Rate = 0.2
     """Decay at the start of the run, multiplied by the learning rate; see schedule.weight_decay_final."""
     cautious_decay: bool = True
     """Decay only entries whose update has the sign of their weight (arXiv:2510.12402)."""

@@ -21,6 +21,16 @@ MUTATIONS = [
         'and any(name.startswith(f"{field.name}.") for name in overrides):',
         ["test_own_arguments.py::test_refusals_are_one_line"],
     ),
+    Mutation(
+        "a rate that float32 cannot hold is taken", "config/optim.py",
+        "value <= 1e9,", "True,",
+        ["test_config.py::test_the_impossible_is_refused_by_name"],
+    ),
+    Mutation(
+        "an eps that is zero in float32 is taken", "config/optim.py",
+        "value >= 2.0**-126,", "True,",
+        ["test_config.py::test_the_impossible_is_refused_by_name"],
+    ),
     # --- nanoGPT
     Mutation(
         "a run of another length stretches what its recipe counts in steps", "config/recipes/__init__.py",
@@ -284,7 +294,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a rate of nanochat's is refused as another one of gptlab's", "config/recipes/nanochat.py",
-        "scalar_lr: NotNegative[float]", "scalar_lr: float",
+        "scalar_lr: Rate", "scalar_lr: float",
         ["test_own_arguments.py::test_refusals_are_one_line"],
     ),
     # --- quickstart's size

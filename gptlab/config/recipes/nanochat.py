@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 
-from gptlab.config.errors import BelowOne, NotNegative, Positive, checked_dataclass
+from gptlab.config.errors import BelowOne, Positive, checked_dataclass
 from gptlab.config.model import ModelConfig
-from gptlab.config.optim import OptimConfig
+from gptlab.config.optim import OptimConfig, Rate
 from gptlab.config.recipes import tiny
 from gptlab.config.recipes.tiny import tiny_form
 from gptlab.config.run import (
@@ -59,20 +59,20 @@ class NanochatArguments:
     """Tokens in one optimizer step. All learning rates are scaled by the square root of this over 2^19."""
     target_param_data_ratio: Positive[float] = 10.5
     """Tokens per matrix and head parameter. Used where no other length is given."""
-    embedding_lr: NotNegative[float] = 0.3
+    embedding_lr: Rate = 0.3
     """AdamW's learning rate for the embeddings before scaling. Scaled by width and batch."""
-    unembedding_lr: NotNegative[float] = 0.004
+    unembedding_lr: Rate = 0.004
     """AdamW's learning rate for the head before scaling. Scaled by width and batch."""
-    matrix_lr: NotNegative[float] = 0.02
+    matrix_lr: Rate = 0.02
     """Muon's learning rate before scaling. Scaled by the batch."""
-    scalar_lr: NotNegative[float] = 0.5
+    scalar_lr: Rate = 0.5
     """AdamW's learning rate for the x0 lambdas before scaling. Scaled by the batch; the residual lambdas' rate is a
     hundredth of it."""
     adam_beta1: BelowOne = 0.8
     """AdamW's decay of the first moment. The x0 lambdas keep 0.96."""
     adam_beta2: BelowOne = 0.95
     """AdamW's decay of the second moment. The x0 lambdas keep 0.95."""
-    weight_decay: NotNegative[float] = 0.2
+    weight_decay: Rate = 0.2
     """Muon's weight decay at depth 12. Scaled by (12 / depth)^2."""
 
 

@@ -42,7 +42,7 @@ def test_every_recipe_survives_json_exactly(name: str) -> None:
 
 
 @given(
-    lr=st.floats(0, 1e300, allow_nan=False),
+    lr=st.floats(0, 1e9),
     seed=st.integers(0, 2**63 - 1),
     prompts=st.lists(st.text(), max_size=3),
     amount=st.floats(1e-300, 1e300),

@@ -110,6 +110,7 @@ def test_a_file_may_give_them(tmp_path: Path) -> None:
         ("nanochat --head-dim 0", "head_dim = 0: must be greater than zero"),
         ("nanochat --total-batch-size -5", "total_batch_size = -5: must be greater than zero"),
         ("nanochat-tiny --embedding-lr -1", "embedding_lr = -1.0: must not be negative"),
+        ("nanochat --matrix-lr 1e300", "matrix_lr = 1e+300: is more than any run uses (nearest valid: 1000000000.0)"),
         ("nanochat --scalar-lr -1", "scalar_lr = -1.0: must not be negative"),
         ("nanochat --adam-beta2 2", "adam_beta2 = 2.0: must be in [0, 1)"),
         ("nanochat --weight-decay -1", "weight_decay = -1.0: must not be negative"),
