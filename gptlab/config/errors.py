@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -192,8 +192,10 @@ def _checked_fields(cls: type) -> list[tuple[str, Any, tuple[str, ...], list[Lim
     """(name, type, choices of its Literal, limits) of each field with something to check."""
     found = []
     for name, annotation in get_type_hints(cls, include_extras=True).items():
-        leaf, _ = bare(annotation)
-        found.append((name, leaf, get_args(leaf) if get_origin(leaf) is Literal else (), limits_of(annotation)))
+        leaf, optional = bare(annotation)
+        or_none = ", or none" if optional else ""
+        limits = [replace(limit, reason=limit.reason + or_none) for limit in limits_of(annotation)]
+        found.append((name, leaf, get_args(leaf) if get_origin(leaf) is Literal else (), limits))
     return [one for one in found if one[1] is float or one[2] or one[3]]
 
 

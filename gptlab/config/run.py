@@ -23,8 +23,8 @@ OnSaveFailure = Literal["stop", "continue"]
 ParallelMode = Literal["data", "sharded"]
 Mirror = Literal["tensorboard", "wandb", "trackio"]
 
-_NO_SPIKE = "must be greater than 1, or every step would be a spike"
-_NO_SHARD = "a copy takes two processes or more: in mode data each process holds one"
+_NO_SPIKE = "every step would be a spike: must be greater than 1"
+_NO_SHARD = "in mode data each process holds a copy: must be 2 or more"
 _NO_DOCUMENTS = "only packed rows hold documents that begin with BOS: give data.rows packed"
 
 EXACT_WORLD_SIZES = (1, 2, 4, 8)

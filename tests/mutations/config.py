@@ -31,6 +31,11 @@ MUTATIONS = [
         "value >= 2.0**-126,", "True,",
         ["test_config.py::test_the_impossible_is_refused_by_name"],
     ),
+    Mutation(
+        "a limit does not say that none is a value", "config/errors.py",
+        '", or none" if optional else ""', '""',
+        ["test_config.py::test_the_impossible_is_refused_by_name"],
+    ),
     # --- nanoGPT
     Mutation(
         "a run of another length stretches what its recipe counts in steps", "config/recipes/__init__.py",

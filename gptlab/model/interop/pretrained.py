@@ -69,6 +69,8 @@ def find_pretrained(name: str) -> Pretrained:
         )
     elif folder.is_file():
         reason = "is a file; a checkpoint of nanoGPT comes in by `gptlab import nanogpt FILE DIR`, then --init-from DIR"
+    elif name == "scratch":
+        reason = "is nanoGPT's word for random weights: leave it out, or give none"
     elif name == TINY_PRETRAINED:
         reason = (
             f"there is no such run yet: `gptlab train nanogpt/gpt2-124m-tiny --run-dir {name}` makes it, "

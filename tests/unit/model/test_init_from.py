@@ -292,6 +292,7 @@ class TestNames:
         [
             ("gpt-2", "nearest valid: gpt2"),
             ("gpt3", "there is no such folder"),
+            ("scratch", "is nanoGPT's word for random weights: leave it out, or give none"),
             ("corpus/documents.jsonl", "gptlab import nanogpt"),
             ("corpus", "config.json"),
         ],
