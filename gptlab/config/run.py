@@ -92,8 +92,9 @@ class TokenizerConfig:
     kind: TokenizerKind = "bpe"
     """bpe (byte-level, trained on the corpus) | gpt2 (GPT-2's 50,257 entries) | char (the characters of the corpus) |
     byte (the 256 bytes)."""
-    # 256 bytes and one special token are the least a byte-level tokenizer can have.
-    vocab_size: Annotated[int, Limit(lambda n: n >= 257, "byte-level BPE needs 257 or more", 257)] = 4096
+    # 256 bytes and one special token are the least a byte-level tokenizer can have. The library that learns the merges
+    # allocates 70 bytes an entry first, and aborts the process where that fails.
+    vocab_size: Annotated[int, Limit(lambda n: 257 <= n <= 2**22, "must be between 257 and 2^22")] = 4096
     """Entries of a bpe tokenizer, special tokens included."""
     max_digits: Positive[int] = 2
     """Maximum digits in one token."""

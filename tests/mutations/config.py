@@ -217,6 +217,11 @@ MUTATIONS = [
     ),
     # --- rules of any run
     Mutation(
+        "a vocabulary may have more entries than memory has room for", "config/run.py",
+        "257 <= n <= 2**22", "257 <= n",
+        ["test_config.py::test_the_impossible_is_refused_by_name"],
+    ),
+    Mutation(
         "a horizon of less than a step becomes one", "config/run.py",
         "if steps < 1:", "steps = max(steps, 1)\n        if steps < 1:",
         ["test_config.py::TestHorizon::test_less_than_one_step_is_refused"],
