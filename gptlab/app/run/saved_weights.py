@@ -67,7 +67,7 @@ def require_tokenizer(tokenizer: Tokenizer, pretrained: Pretrained, warn: Callab
     if tokenizer.vocab_size != pretrained.model.vocab_size:
         raise UserError(
             f"the weights of {pretrained.name} know {pretrained.model.vocab_size} tokens, but the tokenizer has "
-            f"{tokenizer.vocab_size} entries; leave tokenizer.kind and tokenizer.path out to have the weights' own"
+            f"{tokenizer.vocab_size} entries; leave the fields of tokenizer out to have the weights' own"
         )
     if tokenizer.fingerprint != pretrained.load_tokenizer().fingerprint:
         warn(f"the tokenizer is not the one that the weights of {pretrained.name} were trained with")
