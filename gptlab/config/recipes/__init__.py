@@ -150,4 +150,4 @@ def _scaling_of_nanochat(config: RunConfig, own: RunConfig, given: Mapping[str, 
 
 
 def _of_batch(tokens: int) -> str:
-    return f"(batch of {tokens:,} tokens, tuned at {REFERENCE_BATCH_TOKENS:,})"
+    return f"(the recipe's batch of {tokens:,} tokens, tuned at {REFERENCE_BATCH_TOKENS:,})"

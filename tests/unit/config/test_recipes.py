@@ -379,7 +379,7 @@ class TestAppliedScaling:
         config = RECIPES["nanochat-tiny"]()  # 4 layers, width 128, 8,192 tokens a step
         assert applied_scaling(config, MACHINE) == [
             "AdamW rates x 2.45 (width 128, tuned at 768)",
-            "all rates x 0.125 (batch of 8,192 tokens, tuned at 524,288)",
+            "all rates x 0.125 (the recipe's batch of 8,192 tokens, tuned at 524,288)",
             "weight decay 0.2 -> 1.8 (depth 4, tuned at 12)",
         ]
         assert config.optim.embedding.lr == pytest.approx(0.3 * (768 / 128) ** 0.5 * 0.125)
@@ -389,7 +389,7 @@ class TestAppliedScaling:
     def test_with_arguments_of_its_own(self) -> None:
         config = configure("nanochat", depth=12, own={"total_batch_size": 2**21, "weight_decay": 0.1})
         assert applied_scaling(config, MACHINE)[1:] == [
-            "all rates x 2 (batch of 2,097,152 tokens, tuned at 524,288)",
+            "all rates x 2 (the recipe's batch of 2,097,152 tokens, tuned at 524,288)",
             "weight decay 0.1 -> 0.1 (depth 12, tuned at 12)",
         ]
 
