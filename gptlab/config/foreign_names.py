@@ -68,6 +68,8 @@ _ANSWERS_BY_NAMES: Mapping[str, str] = {
     "unembedding_lr": "--optim.head.lr X, as it is used; the recipe nanochat takes --unembedding-lr before scaling",
     "matrix_lr": "--optim.muon.lr X, as it is used; the recipe nanochat takes --matrix-lr before scaling",
     "scalar_lr": "--optim.x0-lambda.lr X, as it is used; the recipe nanochat takes --scalar-lr before scaling",
+    # Written by a recipe.
+    "recipe_arguments": "the recipe writes it; its own arguments have names, such as nanochat's --embedding-lr",
     # Evaluation, samples, checkpoints, log.
     "eval_interval": "--eval.every-steps N",
     "eval_every": "--eval.every-steps N; none for never (nanochat: -1)",

@@ -119,6 +119,7 @@ def test_a_file_may_give_them(tmp_path: Path) -> None:
         ("nanochat --total-batch-size 16384", "micro_sequences * seq_len = 32 * 2048 = 65536 (nearest valid: 65536)"),
         ("nanochat-tiny --head-dim 65", "model.n_head = 2: rotary positions need an even head width, this gives 65"),
         ("autoresearch-tiny --until-val-loss 2 --steps 9", "cannot stop at a loss: give eval.every_steps too"),
+        ("nanochat --recipe-arguments x", "there is no --recipe-arguments here: the recipe writes it; its own arg"),
     ],
 )
 def test_refusals_are_one_line(line: str, says: str) -> None:
