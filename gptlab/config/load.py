@@ -97,14 +97,19 @@ _LEAVES = (str, int, float, list, type(None))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables to {dotted name: leaf}, with dashes in names read as underscores."""
+    """Nested tables to {dotted name: leaf}, with dashes in names read as underscores. ConfigError for a name that is
+    given in two spellings."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         dotted = prefix + name.replace("-", "_")
         if isinstance(value, _LEAVES) or not isinstance(value, Mapping):  # the first is ten times as fast
-            leaves[dotted] = value
+            found = {dotted: value}
         else:
-            leaves.update(flatten(value, f"{dotted}."))
+            found = flatten(value, f"{dotted}.")
+        for twice in found:
+            if twice in leaves:
+                raise ConfigError(twice, found[twice], "is given twice: give it once")
+        leaves |= found
     return leaves
 
 

@@ -339,6 +339,11 @@ MUTATIONS = [
         ["test_own_arguments.py::TestLength::test_less_than_a_step_is_refused_before_data_is_read"],
     ),
     Mutation(
+        "of a name in two spellings the last one counts", "config/load.py",
+        "            if twice in leaves:", "            if twice in ():",
+        ["test_cli_arguments.py::TestToml::test_mistakes_are_one_line"],
+    ),
+    Mutation(
         "nanoGPT's --compile=False is no choice", "config/load.py",
         '"false": "off"}', '"false": "false"}',
         ["test_cli_arguments.py::TestRunRequest::test_short_forms_by_hand"],

@@ -432,6 +432,8 @@ class TestToml:
         [
             ("[model]\nn_layers = 3", "model.n_layers = 3: there is no such field (nearest valid: model.n_layer)"),
             ('[model]\nn_layer = "3"', "model.n_layer = '3': must be a whole number"),
+            ("[model]\nn-layer = 2\nn_layer = 3", "model.n_layer = 3: is given twice: give it once"),
+            ('"model.n_layer" = 2\n[model]\nn_layer = 3', "model.n_layer = 3: is given twice: give it once"),
             ("minutes = -1", "minutes = -1"),
             ("minutes = 1\nsteps = 1", "both say how long"),
             ("steps = 10\n[horizon]\namount = 5", "--steps and --horizon.amount both say how long to train"),
