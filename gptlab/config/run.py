@@ -317,7 +317,7 @@ class RuntimeConfig:
     """CPU threads for computation. None: one per physical core that other programs leave; a run that began beside some
     keeps its number, and so does one with parallel.exact_any_world_size."""
     log_every_steps: Positive[int] = 1
-    """Write a training line every N steps."""
+    """Write a training line every N steps, and at the end of the horizon's amount."""
     max_loss: Positive[float] = 100.0
     """A training loss above this (nats/token) fails the run with exit code 3 (autoresearch: 100)."""
     process_timeout_seconds: Positive[float] = 600.0

@@ -79,7 +79,8 @@ class Recorder(RunOutput):
         self.throughput.step_seconds.update(step_seconds)
         if self.load is not None and (warning := self.load.step(step_seconds)) is not None:
             self.console.warn(warning)
-        if state.step % self.config.runtime.log_every_steps:
+        done = self.finish.progress(state.step, state.train_seconds)
+        if state.step % self.config.runtime.log_every_steps and done < 1:
             return
         tokens, speed = state.step * tokens_per_step, self.throughput.speed(tokens_per_step, step_seconds)
         self.metrics.write(
@@ -88,7 +89,6 @@ class Recorder(RunOutput):
             grad_norm=updated.grad_norm, step_seconds=step_seconds, train_seconds=state.train_seconds,
             tokens_per_second=speed.tokens_per_second, mfu=speed.mfu,
         )  # fmt: skip
-        done = self.finish.progress(state.step, state.train_seconds)
         mfu = "unknown" if speed.mfu is None else f"{100 * speed.mfu:.1f}%"
         left = self.throughput.remaining_seconds(self.finish, state)
         figures = (

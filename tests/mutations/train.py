@@ -458,10 +458,15 @@ MUTATIONS = [
     ),
     Mutation(
         "step lines are one step late", "training/recorder.py",
-        "if state.step % self.config.runtime.log_every_steps:",
-        "if (state.step - 1) % self.config.runtime.log_every_steps:",
-        ["test_train.py::TestMetrics::test_only_every_so_many_steps"],
+        "if state.step % self.config.runtime.log_every_steps and",
+        "if (state.step - 1) % self.config.runtime.log_every_steps and",
+        ["test_train.py::TestMetrics::test_only_every_so_many_steps_and_at_the_last"],
         ["Every `log_interval` iterations"],
+    ),
+    Mutation(
+        "the last step has a line only where it is one of every so many", "training/recorder.py",
+        "log_every_steps and done < 1:", "log_every_steps:",
+        ["test_train.py::TestMetrics::test_only_every_so_many_steps_and_at_the_last"],
     ),
     Mutation(
         "validation lines have no tokens", "training/recorder.py",

@@ -260,13 +260,13 @@ class TestMetrics:
                 f"epoch: {figures['epoch']:.2f} | train_time: {figures['train_seconds']:.0f}s | remaining: "
             )
 
-    def test_only_every_so_many_steps(self, folder: Path, expected: Outcome) -> None:
+    def test_only_every_so_many_steps_and_at_the_last(self, folder: Path, expected: Outcome) -> None:
         run = train(folder, "rarely", runtime__log_every_steps=5)
         all_lines = [json.loads(line) for line in expected.lines if json.loads(line)["kind"] == "train"]
         for line in lines_of(run, "train"):
             same = all_lines[line["step"] - 1]
             assert {key: line[key] for key in same} == same  # loss_ema counts the steps in between
-        assert [line["step"] for line in lines_of(run, "train")] == [5, 10]
+        assert [line["step"] for line in lines_of(run, "train")] == [5, 10, 12]
 
 
 class TestRunFolder:
