@@ -27,7 +27,15 @@ from gptlab.data.tokenizer.tokenizer import (
     read_character_table,
     save_for_transformers,
 )
-from gptlab.model.interop.hf_config import ARCHITECTURES, MODELLING_MODULE, WEIGHT_FILES, Form, export_config
+from gptlab.model.interop.hf_config import (
+    ARCHITECTURES,
+    MASKED_DOCUMENTS,
+    MODELLING_MODULE,
+    WEIGHT_FILES,
+    Form,
+    export_config,
+    read_hf_config,
+)
 from gptlab.model.interop.hf_weights import read_hf_weights, read_nanogpt, to_transformers
 from gptlab.model.interop.pretrained import hf_pretrained, hub_repository, tokenizer_settings, with_vocabulary
 from gptlab.runtime.files.plain_file import listed_sources, to_json
@@ -43,6 +51,7 @@ from gptlab.training.checkpoint.write import save_checkpoint
 
 EVAL_TOKENS = 131_072
 """Tokens that `gptlab eval` measures an imported model on by default (quickstart's number); 33 TFLOP for GPT-2."""
+WITHOUT_MASK = "data.mask_documents hid earlier documents from a token in training, not here: give each document alone"
 _PLAIN_FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"]
 _SAFE_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 _PICKLED_FILES = ["pytorch_model.bin"]
@@ -65,6 +74,8 @@ def hf_model(path: str, tokenizer: str | None, console: Console) -> ForeignModel
         folder = _download(hub_repository(path), console)
         commit = folder.name  # the cache keeps a snapshot under its commit
     found = hf_pretrained(folder, name=path, tokenizer=tokenizer)
+    if read_hf_config(folder).get(MASKED_DOCUMENTS):
+        console.warn(WITHOUT_MASK)
     weights = read_hf_weights(folder, found.model)
     notes = {"format": "hf", "source": path, "commit": commit}
     return ForeignModel(found.model, found.load_tokenizer(), weights, notes)
@@ -178,8 +189,9 @@ def export(run: LoadedRun, target: Path, *, form: Form, dtype: Literal["float32"
     texts = {"README.md": model_card(run, form, n_params=sum(tensor.numel() for tensor in tensors.values()))}
     if form == "gptlab":
         texts[f"{MODELLING_MODULE}.py"] = modelling_source()
+    masked = {MASKED_DOCUMENTS: run.config.data.mask_documents}
     objects = {
-        "config.json": export_config(model, form, bos_id=bos_id, dtype=dtype),
+        "config.json": export_config(model, form, bos_id=bos_id, dtype=dtype) | masked,
         # A model that has nothing more to say begins a new document.
         "generation_config.json": {"bos_token_id": bos_id, "eos_token_id": bos_id, "pad_token_id": bos_id},
     }

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse(ExportArguments, argv, prog="gptlab export", description=description)
     target = Path(arguments.folder)
     require_free(target)
-    from gptlab.app.foreign_models import export
+    from gptlab.app.foreign_models import WITHOUT_MASK, export
     from gptlab.app.run.loaded_run import load_run
     from gptlab.runtime.records.console import Console
 
@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     form, why = choose_form(run.config.model)
     export(run, target, form=form, dtype=arguments.dtype)
     print(f"{target}: step {run.step} of {run.directory.path} as {ARCHITECTURES[form]} ({why}), {arguments.dtype}")
+    if run.config.data.mask_documents:
+        print(f"warning: {WITHOUT_MASK}")
     if form == "gptlab":
         print(
             f"load it with trust_remote_code=True: transformers then runs {target / MODELLING_MODULE}.py, "

@@ -178,6 +178,11 @@ MUTATIONS = [
         ["test_export.py::TestCommand::test_a_lost_run_json_ends_nothing"],
     ),
     Mutation(
+        "an export does not say that documents were masked", "app/foreign_models.py",
+        "{MASKED_DOCUMENTS: run.config.data.mask_documents}", "{MASKED_DOCUMENTS: False}",
+        ["test_export.py::TestCommand::test_a_warning_says_that_documents_were_masked"],
+    ),
+    Mutation(
         "an export replaces the folder that the shell is in", "runtime/files/staged_folder.py",
         'if target.samefile("."):', "if False:",
         ["test_staged_folder.py::test_the_current_folder_is_not_replaced"],

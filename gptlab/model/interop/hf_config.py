@@ -31,6 +31,10 @@ RECORD = "gptlab"
 """The key of config.json that holds all fields of the ModelConfig, also those that the form has no word for (no biases,
 the padding of the vocabulary, initial weights). So a model comes back as what it was."""
 
+MASKED_DOCUMENTS = "mask_documents"
+"""The key of config.json that holds the run's data.mask_documents, which no form has: a warning is due where it is
+true."""
+
 FIXED: dict[Form, dict[str, Any]] = {
     "gpt2": {
         "norm": "layernorm", "position": "learned", "qk_norm": False, "key_offset": False, "embedding_norm": False,

@@ -622,6 +622,16 @@ class TestCommand:
         cards = [model_card(one, "gptlab", n_params=1) for one in (run, masked)]
         assert ["give each document alone" in card for card in cards] == [False, True]
 
+    def test_a_warning_says_that_documents_were_masked(self, trained: Path, tmp_path: Path) -> None:
+        masked = train(trained.parent, "masked", data__mask_documents=True, steps=1)
+        for run, is_masked in ((trained, False), (masked, True)):
+            folder = tmp_path / run.name
+            code, out, _ = command(["export", run, folder])
+            assert (code, "give each document alone" in out) == (0, is_masked)
+            assert hf_config.read_hf_config(folder)[hf_config.MASKED_DOCUMENTS] is is_masked
+            code, out, _ = command(["import", "hf", folder, tmp_path / f"{run.name}-again"])
+            assert (code, "give each document alone" in " ".join(out.split())) == (0, is_masked)
+
     def test_an_empty_folder_will_do(self, trained: Path, tmp_path: Path) -> None:
         assert command(["export", trained, tmp_path])[0] == 0
         assert (tmp_path / "config.json").exists()
