@@ -115,7 +115,6 @@ def test_a_file_may_give_them(tmp_path: Path) -> None:
         ("nanochat --adam-beta2 2", "adam_beta2 = 2.0: must be in [0, 1)"),
         ("nanochat --weight-decay -1", "weight_decay = -1.0: must not be negative"),
         ("nanochat --target-param-data-ratio 0", "target_param_data_ratio = 0.0: must be greater than zero"),
-        ("nanochat --recipe-arguments x", "there is no such field"),
         ("nanochat --total-batch-size 16384", "micro_sequences * seq_len = 32 * 2048 = 65536 (nearest valid: 65536)"),
         ("nanochat-tiny --head-dim 65", "model.n_head = 2: rotary positions need an even head width, this gives 65"),
         ("autoresearch-tiny --until-val-loss 2 --steps 9", "cannot stop at a loss: give eval.every_steps too"),
