@@ -23,6 +23,9 @@ OnSaveFailure = Literal["stop", "continue"]
 ParallelMode = Literal["data", "sharded"]
 Mirror = Literal["tensorboard", "wandb", "trackio"]
 
+# The library that learns the merges allocates 70 bytes an entry first, and aborts the process where that fails.
+_MOST_BPE = Limit(lambda n: n <= 2**22, "must be 2^22 or less", 2**22)
+_LEAST_BPE = Limit(lambda n: n >= 257, "byte-level BPE needs 257 or more", 257)  # 256 bytes and a special token
 _NO_SPIKE = "every step would be a spike: must be greater than 1"
 _NO_SHARD = "in mode data each process holds a copy: must be 2 or more"
 _NO_DOCUMENTS = "only packed rows hold documents that begin with BOS: give data.rows packed"
@@ -90,11 +93,8 @@ def share_of_run(phase_steps: int, horizon: Horizon, of_steps: int) -> float:
 @checked_dataclass("tokenizer.")
 class TokenizerConfig:
     kind: TokenizerKind = "bpe"
-    """bpe (byte-level, trained on the corpus) | gpt2 (GPT-2's 50,257 entries) | char (the characters of the corpus) |
-    byte (the 256 bytes)."""
-    # 256 bytes and one special token are the least a byte-level tokenizer can have. The library that learns the merges
-    # allocates 70 bytes an entry first, and aborts the process where that fails.
-    vocab_size: Annotated[int, Limit(lambda n: 257 <= n <= 2**22, "must be between 257 and 2^22")] = 4096
+    """bpe (byte-level, trained on the corpus) | gpt2 (50,257 entries) | char (of the corpus) | byte (the 256 bytes)."""
+    vocab_size: Annotated[int, _LEAST_BPE, _MOST_BPE] = 4096
     """Entries of a bpe tokenizer, special tokens included."""
     max_digits: Positive[int] = 2
     """Maximum digits in one token."""
