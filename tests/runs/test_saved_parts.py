@@ -85,7 +85,8 @@ SCENES = {
     "by the clock": Scene(
         ("train", 9),
         {"minutes": 0.25, "eval.every_steps": None, "eval.every_seconds": 4.0, "checkpoint.every_steps": None,
-         "checkpoint.every_seconds": 2.5, "schedule.warmup_fraction": 0.0},
+         "sample.every_steps": None, "sample.every_seconds": 3.0, "checkpoint.every_seconds": 2.5,
+         "schedule.warmup_fraction": 0.0},
     ),
     "with a loss scale": Scene(
         ("train", 9), {"runtime.dtype": "float16", "eval.core_every_steps": None}, lively_loss_scale
