@@ -193,7 +193,7 @@ def _checked_fields(cls: type) -> list[tuple[str, Any, tuple[str, ...], list[Lim
     found = []
     for name, annotation in get_type_hints(cls, include_extras=True).items():
         leaf, optional = bare(annotation)
-        or_none = ", or none" if optional else ""
+        or_none = "; none is a value too" if optional else ""
         limits = [replace(limit, reason=limit.reason + or_none) for limit in limits_of(annotation)]
         found.append((name, leaf, get_args(leaf) if get_origin(leaf) is Literal else (), limits))
     return [one for one in found if one[1] is float or one[2] or one[3]]

@@ -33,7 +33,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a limit does not say that none is a value", "config/errors.py",
-        '", or none" if optional else ""', '""',
+        '"; none is a value too" if optional else ""', '""',
         ["test_config.py::test_the_impossible_is_refused_by_name"],
     ),
     # --- nanoGPT

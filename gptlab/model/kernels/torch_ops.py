@@ -86,7 +86,7 @@ def prepare_heads_apart(
     heads: Tensor, n_head: int, gates: Tensor | None, value: Tensor | None, rotary: tuple[Tensor, Tensor] | None,
     norm_eps: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`prepare_heads` for GPUs, of which nothing is joined: q (B, T, H, D), k and v (B, T, G, D).
+    """`prepare_heads` for GPUs, which leaves its results apart: q (B, T, H, D), k and v (B, T, G, D).
 
     From `prepare_heads` Inductor makes kernels that write the rotated queries and keys in float32, for the norm and for
     the gradient, and that copy the values: they read and write 3.2 GB for 32 rows of 2,048 tokens and 768 channels,

@@ -499,7 +499,7 @@ class TestParts:
             gptlab.train(make_config(folder, "none"), rows=rows)
 
     def test_a_later_row_that_cannot_be_trained_on_ends_the_run(self, folder: Path) -> None:
-        """A token beyond the vocabulary would be read from behind the table of embeddings."""
+        """The kernels would look up a token that is not in the vocabulary beyond the end of the embedding table."""
 
         def rows(data: PreparedData, config: RunConfig) -> RowSource:
             made = backwards(data, config)

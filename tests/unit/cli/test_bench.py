@@ -273,7 +273,7 @@ class TestCommand:
 
         flops, tokens = number(r"([\d,]+) FLOP a token"), number(r"([\d,]+) tokens: ")
         mfu = flops * tokens / (table["step"] / 1e3 * number(r"peak +([\d,]+) GFLOP/s") * 1e9)
-        # The percentage has one digit behind the point, the milliseconds two: both are rounded.
+        # The percentage is rounded to one digit after the decimal point, the milliseconds to two.
         assert number(r"MFU +([\d.]+)%") / 100 == pytest.approx(mfu, abs=0.0005 + mfu * 0.01 / table["step"])
         assert number(r"tokens/s +([\d,]+) ") == pytest.approx(tokens / table["step"] * 1e3, rel=0.01)
         assert re.search(r"^ *compiled +no$", text, re.MULTILINE)
