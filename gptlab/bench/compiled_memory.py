@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_compiler
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 from torch.func import functional_call
-from torch.nn import Module
 
 from gptlab.model.gpt import GPT
 from gptlab.model.head import MAX_SLICES, SLICE_LOGITS, SLICES_IN_TURN
@@ -43,12 +43,9 @@ class PassMemory:
     forward_peak: int
     """The most at one time."""
     backward_peak: int
-    """With the gradients of all weights, which are there when the pass ends. With activation checkpointing, with those
-    of one block: blocks are compiled one by one, and its gradients are added up before the next block computes."""
-
-    @property
-    def peak(self) -> int:
-        return max(self.forward_peak, self.backward_peak)
+    """With the gradients of one block at a time, which are added up before the next one computes."""
+    first_backward_peak: int
+    """Of the first micro-batch, whose gradients become the sum."""
 
 
 def pass_memory(model: GPT, rows: int, *, recomputed: bool = False) -> PassMemory | None:
@@ -61,23 +58,21 @@ def pass_memory(model: GPT, rows: int, *, recomputed: bool = False) -> PassMemor
     attends_by = torch_attention.choose(config, model.compute_dtype, model.platform)
     if attends_by == "flex":
         return None
-    tokens = rows * config.seq_len
+    tokens, wide = rows * config.seq_len, max(width, 4)
     stream = tokens * config.n_embd * width  # the residual stream, or its gradient
     # FlashAttention takes as much memory with a window as without.
     windows = [None] * config.n_layer if attends_by == "varlen" else config.layer_windows()
     kinds = [(config.has_value_embedding(layer), window) for layer, window in enumerate(windows)]
     counted = {kind: _block(model, kinds.index(kind), rows, recomputed) for kind in dict.fromkeys(kinds)}
     blocks = [counted[kind] for kind in kinds]
-    kept_by_block = [block.kept for block in blocks]
-    if config.residual_lambdas and not recomputed:
-        kept_by_block[0] -= stream  # whose x is x0
-    kept = sum(kept_by_block)
+    # The first block keeps x0, as its x, and the embedding's norm what goes into it.
+    kept = sum(block.kept for block in blocks) + (stream if config.embedding_norm else 0)
 
     # The head keeps the input of the final norm, the gradient of its output, and the gradient of its own weights. At
     # its last slice there are also the norm's output, the weights in the compute type, the slice's logits, over which
     # their gradient is written, and each slice's product for the weights' gradient: one kernel adds them all up. Where
     # slices are not in turn (`model/head.py`), all logits are computed first, and then become products one by one.
-    table, wide = model.head.weight.numel(), max(width, 4)
+    table = model.head.weight.numel()
     positions = min(tokens, max(SLICE_LOGITS // config.padded_vocab_size, -(-tokens // MAX_SLICES)))
     slices, logits, product = -(-tokens // positions), positions * config.padded_vocab_size * width, width * table
     of_each = product if SLICES_IN_TURN else max(product, logits)
@@ -85,16 +80,23 @@ def pass_memory(model: GPT, rows: int, *, recomputed: bool = False) -> PassMemor
     of_slices = slices * of_each + logits + product - of_each
     forward_peak = kept + head_kept + stream + width * table + of_slices
 
-    # Backward, the last block first. What the pass returns last is the gradient of the embedding's table.
-    backward_peak = stream + (wide * table if recomputed else sum(weight.nbytes for weight in model.parameters()))
-    gradients, before = 0 if recomputed else wide * table, kept
-    for block, its_own in zip(reversed(blocks), reversed(kept_by_block), strict=True):
-        before -= its_own
-        backward_peak = max(backward_peak, before + gradients + block.backward_peak)
-        forward_peak = max(forward_peak, before + block.forward_peak)
-        if not recomputed:
-            gradients += block.gradients
-    return PassMemory(kept + head_kept, forward_peak, backward_peak)
+    # Backward, the last block first, beside what all others keep and, with x0, the sum of its gradients. After it, a
+    # value embedding's gradient, in the type of its table, becomes the table's. The embedding's comes last.
+    value = tokens * config.kv_heads * config.head_dim * wide
+    value_table = wide * config.padded_vocab_size * config.kv_heads * config.head_dim
+    beside = kept + (stream if config.residual_lambdas else 0)
+    backward_peak, summed = stream + wide * table, wide * table
+    first_backward_peak = stream + sum(weight.nbytes for weight in model.parameters())
+    for (is_gated, _), block in zip(reversed(kinds), reversed(blocks), strict=True):
+        beside -= block.kept
+        forward_peak = max(forward_peak, beside + block.forward_peak)
+        peak = block.backward_peak
+        if is_gated:
+            peak = max(peak, block.gradients + stream + value + value_table)
+        backward_peak = max(backward_peak, beside + peak)
+        first_backward_peak = max(first_backward_peak, beside + summed + peak)
+        summed += block.gradients + (value_table if is_gated else 0)
+    return PassMemory(kept + head_kept, forward_peak, backward_peak, first_backward_peak)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,54 +110,36 @@ class _Passes:
     """Of its weights."""
 
 
-class _OneBlock(Module):
-    """The model's pass, in which only one block computes anything."""
-
-    def __init__(self, model: GPT, layer: int) -> None:
-        super().__init__()
-        self.model, self.layer = model, layer
-
-    def forward(self, tokens: Tensor, x: Tensor, x0: Tensor) -> Tensor:
-        block = self.model.blocks[self.layer]
-        earlier: list[Callable[..., Tensor]] = [lambda x, *_: x] * self.layer
-        return self.model.hidden(tokens, [*earlier, lambda _, *rest: block(x, *rest)], lambda *_: x0)
-
-
 def _block(model: GPT, layer: int, rows: int, recomputed: bool) -> _Passes:
-    config, whole = model.config, _OneBlock(model, layer)
-    own = {
-        name: tensor
-        for name, tensor in (*whole.named_parameters(), *whole.named_buffers())
-        if f"blocks.{layer}." in name or "blocks." not in name
-    }
-    shape = (rows, config.seq_len, config.n_embd)
+    config, block = model.config, model.blocks[layer]
+    own = dict([*block.named_parameters(), *block.named_buffers()])
     with torch.device("meta"):
-        tokens = torch.zeros(shape[:2], dtype=torch.int64)
-        x, x0 = (torch.zeros(shape, dtype=model.compute_dtype, requires_grad=True) for _ in range(2))
+        stream = partial(torch.zeros, rows, config.seq_len, dtype=model.compute_dtype, requires_grad=True)
+        x, x0 = stream(config.n_embd), stream(config.n_embd)
+        value = stream(config.kv_heads * config.head_dim) if config.has_value_embedding(layer) else None
+    lambdas = (model.residual_lambdas[layer], model.x0_lambdas[layer]) if config.residual_lambdas else None
+    rotary = (model.cos, model.sin) if config.position == "rope" else None
 
-    def run(x: Tensor, *others: Tensor) -> Tensor:
-        *values, tokens, x0 = others
-        return functional_call(whole, dict(zip(own, values, strict=True)), (tokens, x, x0))
+    def run(x: Tensor, value: Tensor | None, x0: Tensor, weights: dict[str, Tensor], *others: Any) -> Tensor:
+        lambdas, rotary = others
+        result: Tensor = functional_call(block, weights, (x, x0, lambdas, value, rotary))
+        return result
 
-    # Activation checkpointing keeps what goes into a block. Of that, the graph has all but the value embedding.
     with functorch_config.patch(activation_memory_budget=0.0 if recomputed else 1.0):
-        forward, backward = graphs(run, [x, *own.values(), tokens, x0])
-    value_width = config.kv_heads * config.head_dim if recomputed and config.has_value_embedding(layer) else 0
-    value = tokens.numel() * value_width * x.element_size()
-    # Of the arguments, x and x0 count: in the whole model, their sum is kept in the place of x0, unless it is computed
-    # again.
-    resident = {node.name for node in forward.find_nodes(op="placeholder")[1 : None if recomputed else -1]}
-    mine = (f"blocks.{layer}.", f"value_embeddings.{layer}.")
+        forward, backward = graphs(run, [x, value, x0, own, lambdas, rotary])
+    # Of the arguments, x and the value embedding count here.
+    resident = {node.name for node in forward.find_nodes(op="placeholder")[1 if value is None else 2 :]}
     return _Passes(
-        kept=kept_bytes(forward, backward, resident) + value,
-        forward_peak=peak_bytes(forward, resident) + value,
-        backward_peak=peak_bytes(backward, resident) + value,
-        gradients=sum(weight.nbytes for name, weight in model.named_parameters() if name.startswith(mine)),
+        kept=kept_bytes(forward, backward, resident),
+        forward_peak=peak_bytes(forward, resident),
+        backward_peak=peak_bytes(backward, resident),
+        gradients=sum(weight.nbytes for weight in block.parameters()),
     )
 
 
-def graphs(function: Callable[..., Tensor], arguments: Sequence[Tensor]) -> tuple[fx.Graph, fx.Graph]:
-    """The forward and the backward graph that torch.compile would make of a function of tensors on the meta device."""
+def graphs(function: Callable[..., Tensor], arguments: Sequence[Any]) -> tuple[fx.Graph, fx.Graph]:
+    """The forward and the backward graph that torch.compile would make of a function of tensors on the meta device, in
+    tuples and dicts too."""
     made: list[fx.Graph] = []
 
     def partition(*args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -121,10 +121,10 @@ def _compiled_activations(model: GPT, config: RunConfig, gradients: int) -> int 
         return None
     from gptlab.bench.compiled_memory import WORKSPACE
 
-    # The first micro-batch's gradients are the sum; those of each other come beside it.
-    earlier = gradients if config.micro_batches > 1 or config.runtime.activation_checkpointing else 0
+    first = max(passes.forward_peak, passes.first_backward_peak)
+    later = gradients + max(passes.forward_peak, passes.backward_peak) if config.micro_batches > 1 else 0
     # In validation the gradients are freed.
-    return max(earlier + passes.peak, _logits_bytes(model, config, compiled=True)) - gradients + WORKSPACE
+    return max(first, later, _logits_bytes(model, config, compiled=True)) - gradients + WORKSPACE
 
 
 def _uncompiled_activations(model: GPT, config: RunConfig, gradients: int) -> int:

@@ -21,7 +21,6 @@ from gptlab.config.errors import ConfigError
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
 from gptlab.eval.bits_per_byte import TokenNats, nats_by, nats_of
-from gptlab.model.counting import flops_per_token
 from gptlab.model.kernels.ops import missing_kernels, outrun_compiler
 from gptlab.optim.torch_optimizer import TorchOptimizer
 from gptlab.runtime.files.cache import keep_compiled
@@ -33,12 +32,6 @@ from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction, gradients
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# Models whose micro-batch takes less than this (50 ms at 200 GFLOP/s) are compiled whole: nanoGPT's CPU example then
-# takes 30.5 ms a step instead of 31.7, uncompiled 34.8 (docs/LOG.md, 2026-11-20) ...
-WHOLE_MODEL_FLOPS = 1e10
-# ... unless they are deep: compile time grows with every layer.
-WHOLE_MODEL_LAYERS = 6
 
 RECOMPILE_LIMIT = 256
 """Graphs of one function in a process: torch's limit for all objects that share its code."""
@@ -107,20 +100,11 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
 
     if model.platform == "cuda" and state.optimizer.muon is not None:
         state.optimizer.muon.compile(compiled)
-    # Several GPUs compile block by block, or all gradients would leave together at the end of the backward pass. Where
-    # their number must not show in the bits they leave there anyway, and each GPU compiles what one would. So do blocks
-    # that are computed again: in a graph of the whole model, Inductor fuses what it computes again of one block with
-    # what it does of others, since all read x0 and the rotary tables. Of six blocks, parts of three were in memory at
-    # one time: 811 MB instead of 614 (docs/LOG.md, 2026-11-27).
-    alone = state.strategy.group.size == 1 or config.parallel.exact_any_world_size
-    if model.platform == "cuda" and alone and not config.runtime.activation_checkpointing:
-        return Passes(compiled(model.loss), nats_by(compiled(model.forward)), "inductor", plain)
-    # A compiled graph draws the dropout of all that it holds: cut alike, any number of processes draws the same.
-    if _is_short_step(state, config) and not state.strategy.is_sharded and config.model.dropout == 0.0:
-        return Passes(compiled(model.loss), plain.token_nats, "inductor", plain)
 
-    # Block by block: layers of one kind share their code, so compile time does not grow with depth. Three layers took
-    # 38 s cold instead of 51 s for the whole model, at the same speed (docs/LOG.md).
+    # Block by block: layers of one kind share their code, so compile time does not grow with depth. For a GPU, twelve
+    # layers take 36 s cold instead of 118 for the whole model (docs/LOG.md, 2026-11-27). The gradients of several GPUs
+    # leave while earlier blocks compute, and blocks that are computed again are so one at a time. Dropout is drawn by
+    # graphs, and these are cut alike for any number of processes.
     blocks = state.strategy.compiled_blocks(compiled)
     head_loss, head_logits = compiled(model.head_loss), compiled(model.logits)
     embed = compiled(model.embed) if model.platform == "cuda" else None
@@ -168,12 +152,6 @@ def _skip_vector_probes() -> None:
     with suppress(OSError, subprocess.SubprocessError):  # an older compiler: Inductor finds out what it can do
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
-
-
-def _is_short_step(state: TrainState, config: RunConfig) -> bool:
-    """Whether Python's work between blocks, a third of a millisecond each, shows in the time of a micro-batch."""
-    flops = flops_per_token(state.model).total * config.micro_tokens
-    return flops < WHOLE_MODEL_FLOPS and config.model.n_layer <= WHOLE_MODEL_LAYERS
 
 
 def warm_up(

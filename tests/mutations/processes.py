@@ -49,11 +49,6 @@ MUTATIONS = [
         ["test_distributed.py::TestWorld::test_a_process_group_of_somebody_else_is_refused"],
     ),
     Mutation(
-        "sharded processes draw another dropout", "training/compilation.py",
-        " and config.model.dropout == 0.0:", ":",
-        ["test_compiled_parts.py::test_dropout_is_drawn_by_graphs_that_any_number_of_processes_has"],
-    ),
-    Mutation(
         "a restarted command goes back to its step again", "app/run/attempt.py",
         "replace(request, resume_from_step=None)", "request",
         ["test_resume_step.py::test_torchrun_restarts_it_from_its_newest_checkpoint"],

@@ -124,8 +124,7 @@ def test_vectors_are_not_tried_where_the_compiler_knows_them(
     assert os.environ.get("TORCHINDUCTOR_VEC_ISA_OK") == after
 
 
-@pytest.mark.parametrize("way", ["whole", "blocks"])
-def test_what_is_compiled_and_for_one_shape(folder: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_what_is_compiled_and_for_one_shape(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch.compile is given, and that validation runs the blocks that training compiled."""
     compiled: list[Any] = []
     called: list[Any] = []
@@ -141,19 +140,16 @@ def test_what_is_compiled_and_for_one_shape(folder: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "compile", note)
     monkeypatch.setattr(compilation_module, "compiler_available", lambda device: True)
-    if way == "blocks":
-        monkeypatch.setattr(compilation_module, "WHOLE_MODEL_FLOPS", 0)
     opened = open_tiny(folder, runtime__compile="on", model__dropout=0.0)
     model, passes = opened.state.model, opened.passes
-    parts = [model.loss] if way == "whole" else [*model.blocks, model.head_loss, model.logits]
     assert passes.compiled
-    assert compiled == [(part, False) for part in parts]
+    assert compiled == [(part, False) for part in (*model.blocks, model.head_loss, model.logits)]
     tokens = torch.zeros(1, FLAGS["model.seq_len"], dtype=torch.int64)
     passes.loss_sum(tokens, tokens)
-    assert called == ([model.loss] if way == "whole" else [*model.blocks, model.head_loss])
+    assert called == [*model.blocks, model.head_loss]
     called.clear()
     passes.token_nats(tokens, tokens)
-    assert called == ([] if way == "whole" else [*model.blocks, model.logits])
+    assert called == [*model.blocks, model.logits]
 
 
 @pytest.fixture
@@ -170,14 +166,12 @@ def quick_inductor() -> Iterator[None]:
 
 @pytest.mark.timeout(600)  # a C++ compiler on a busy machine
 @pytest.mark.usefixtures("quick_inductor")
-@pytest.mark.parametrize(("way", "backend"), [("whole", "inductor"), ("blocks", "aot_eager")])
-def test_compiled_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """torch.compile changes rounding and speed, nothing else: it is done before the first step."""
     if not compiler_available(torch.device("cpu")):
         pytest.skip("torch.compile needs a C++ compiler, and none was found")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    if way == "blocks":  # as for steps that are longer than this one
-        monkeypatch.setattr(compilation_module, "WHOLE_MODEL_FLOPS", 0)
     changes = {
         "model__n_layer": 1, "model__value_embeddings": "off", "sample__prompts": [], "runtime__dtype": "float64",
     }  # fmt: skip
@@ -185,7 +179,7 @@ def test_compiled_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         off = ("model__residual_lambdas", "model__qk_norm", "model__embedding_norm")
         changes |= dict.fromkeys(off, False) | {"model__position": "learned", "model__logit_softcap": None}
         changes |= {"model__dropout": 0.0}
-    plain = train(folder, f"uncompiled-{way}", **changes)
+    plain = train(folder, f"uncompiled-{backend}", **changes)
 
     def fit_without_compiling(*parts: Any) -> Any:
         with torch.compiler.set_stance("fail_on_recompile"):
@@ -193,7 +187,7 @@ def test_compiled_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(run_session, "fit", fit_without_compiling)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    compiled = train(folder, f"compiled-{way}", runtime__compile="on", **changes)
+    compiled = train(folder, f"compiled-{backend}", runtime__compile="on", **changes)
     for kind, key in (("train", "loss"), ("eval", "val_loss")):
         for a, b in zip(lines_of(plain, kind), lines_of(compiled, kind), strict=True):
             # float64 sums in another order: measured 8e-13. In float32 it would be 1e-4, since Muon makes all

@@ -1,4 +1,4 @@
-"""Memory of compiled passes: against whole models, compiled by torch's partitioner and run on the meta device."""
+"""Memory of compiled passes: against models of compiled blocks, by torch's partitioner, run on the meta device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -54,49 +55,53 @@ def on_meta(config: ModelConfig) -> GPT:
         return GPT(config, torch.bfloat16, "cuda")
 
 
-class WholeLoss(Module):
-    def __init__(self, model: GPT) -> None:
-        super().__init__()
-        self.model = model
+class Part(Module):
+    """A module whose forward is some function of another."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model.loss(tokens, tokens)
+    def __init__(self, module: Module, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self.function(self.module, *arguments)
+
+
+def in_graphs(module: Module, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function, partitioned as torch.compile does it, then run one operation after the other."""
+    part = Part(module, function)
+    own = dict([*part.named_parameters(), *part.named_buffers()])
+
+    def interpreted(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        def run(arguments: list[Any]) -> Any:
+            return fx.Interpreter(graph).boxed_run(arguments)  # frees each after its last use
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def pure(values: Sequence[Tensor], *arguments: Any) -> Any:
+        return functional_call(part, dict(zip(own, values, strict=True)), arguments)
+
+    run = aot_function(pure, interpreted, interpreted, partition_fn=min_cut_rematerialization_partition)
+    return lambda *arguments: run(list(own.values()), *arguments)
 
 
 class Compiled:
-    """The whole loss, partitioned as torch.compile does it, then run one operation after the other."""
+    """The loss of a model whose blocks, embedding and head are graphs of their own, as in training."""
 
     def __init__(self, model: GPT) -> None:
+        self.model = model
         self.tokens = torch.zeros(ROWS, model.config.seq_len, dtype=torch.int64, device="meta")
-        whole = WholeLoss(model)
-        self.own = dict([*whole.named_parameters(), *whole.named_buffers()])
-        self.graphs: list[fx.Graph] = []
-
-        def interpreted(module: fx.GraphModule, _: Any) -> Callable[..., Any]:
-            def run(arguments: list[Any]) -> Any:
-                return fx.Interpreter(module).boxed_run(arguments)  # frees each after its last use
-
-            run._boxed_call = True  # type: ignore[attr-defined]
-            return run
-
-        def loss(values: Sequence[Tensor], tokens: Tensor) -> Tensor:
-            return functional_call(whole, dict(zip(self.own, values, strict=True)), (tokens,))
-
-        def partition(*args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            forward, backward = min_cut_rematerialization_partition(*args, **options)
-            self.graphs += [forward.graph, backward.graph]
-            return forward, backward
-
-        self._compiled = aot_function(loss, interpreted, interpreted, partition_fn=partition)
+        self._blocks = [in_graphs(block, type(block).__call__) for block in model.blocks]
+        self._embed, self._head_loss = in_graphs(model, GPT.embed), in_graphs(model, GPT.head_loss)
         self.loss()
 
     def loss(self) -> Tensor:
-        loss: Tensor = self._compiled(list(self.own.values()), self.tokens)
-        return loss
+        return self._head_loss(self.model.hidden(self.tokens, self._blocks, self._embed), self.tokens)
 
     @property
     def resident(self) -> set[int]:
-        return {tensor.untyped_storage()._cdata for tensor in (*self.own.values(), self.tokens)}
+        own = (*self.model.parameters(), *self.model.buffers(), self.tokens)
+        return {tensor.untyped_storage()._cdata for tensor in own}
 
     def kept(self) -> int:
         storages: dict[int, torch.UntypedStorage] = {}
@@ -147,35 +152,41 @@ def few_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("config", "in_fp8", "near"),
-    [(WIDE, False, 0.01), (replace(WIDE, n_layer=1), True, 0.01), (replace(SMALL_GPT2, n_layer=1), False, 0.05)],
+    [(WIDE, False, 0.001), (replace(WIDE, n_layer=1), True, 0.001), (SMALL_GPT2, False, 0.03)],
     ids=["nanochat", "fp8", "gpt2"],
 )
-def test_blocks_and_head_make_the_whole_model(config: ModelConfig, in_fp8: bool, near: float) -> None:
-    """Within 10% at the peak; of what is kept, `near`: a residual stream is 2.4% of two layers of nanochat."""
+def test_blocks_and_head_keep_what_the_model_keeps(config: ModelConfig, in_fp8: bool, near: float) -> None:
+    """Of GPT-2, the last LayerNorm keeps its input in float32, where the graph does not say what LayerNorm is made of:
+    2.4% of two layers."""
     model = on_meta(config)
     if in_fp8:
         use_fp8(model)
-    memory, compiled = pass_memory(model, ROWS), Compiled(model)
+    memory = pass_memory(model, ROWS)
     assert memory is not None
-    assert memory.kept == pytest.approx(compiled.kept(), rel=near)
+    assert memory.kept == pytest.approx(Compiled(model).kept(), rel=near)
 
-    forward, backward = compiled.graphs
-    resident = {node.name for node in forward.find_nodes(op="placeholder")}
-    # The graph of the whole model, by the same rules of fusion.
-    assert memory.forward_peak == pytest.approx(peak_bytes(forward, resident), rel=0.1)
-    assert memory.backward_peak == pytest.approx(peak_bytes(backward, resident), rel=0.1)
 
-    if in_fp8:
-        return
-    # Not fused, that is what an interpreter of the graphs holds.
+def test_peaks_of_two_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every storage that is alive, not fused, as an interpreter of the graphs runs them; beside the first one's
+    gradients, those of a block at a time. Of so few logits the head's part does not show, but for its norm, which is
+    not fused here: two streams in float32, 4% of the forward pass."""
+    monkeypatch.setattr(compiled_memory, "peak_bytes", partial(peak_bytes, fused=False))
+    model = on_meta(replace(WIDE, vocab_size=512))
+    memory, compiled, peaks = pass_memory(model, ROWS), Compiled(model), list[int]()
+    assert memory is not None
     with LiveStorages(compiled.resident) as live:
-        loss = compiled.loss()
-        of_forward = live.peak
-        live.peak = 0
-        loss.backward()
-    assert peak_bytes(forward, resident, fused=False) == pytest.approx(of_forward, rel=0.01)
-    # Of queries, keys and values, which are one product, the graph has slices: all are freed with the last.
-    assert peak_bytes(backward, resident, fused=False) == pytest.approx(live.peak, rel=0.025)
+        for _ in range(2):
+            earlier = live.peak = live.bytes
+            loss = compiled.loss()
+            peaks.append(live.peak - earlier)
+            live.peak = live.bytes
+            loss.backward()
+            peaks.append(live.peak - earlier)
+    first_forward, first_backward, forward, backward = peaks
+    assert first_forward == pytest.approx(forward)
+    assert memory.forward_peak == pytest.approx(forward, rel=0.05)
+    assert memory.first_backward_peak == pytest.approx(first_backward, rel=0.001)
+    assert memory.backward_peak == pytest.approx(backward, rel=0.001)
 
 
 def test_peak_by_hand() -> None:
@@ -198,7 +209,7 @@ def test_peak_by_hand() -> None:
 
 
 def test_memory_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = PassMemory(kept=10**9, forward_peak=2 * 10**9, backward_peak=10**9)
+    passes = PassMemory(kept=10**9, forward_peak=2 * 10**9, backward_peak=10**9, first_backward_peak=10**9)
     monkeypatch.setattr(compiled_memory, "pass_memory", lambda *_, **__: passes)
     config = tiny()
     assert config.micro_batches > 1
@@ -207,8 +218,8 @@ def test_memory_of_a_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.compiled
     assert not plain.compiled
     assert replace(memory, activations=0, compiled=False) == replace(plain, activations=0)
-    # A second micro-batch's gradients are there beside the sum.
-    assert memory.activations == passes.peak + WORKSPACE
+    # The first micro-batch's gradients are there in the second's passes.
+    assert memory.activations == passes.forward_peak + WORKSPACE
     one = replace(config, batch=replace(config.batch, total_tokens=config.micro_tokens))
     assert count_memory(model, one, compiled=True).activations == memory.activations - memory.gradients
 
@@ -263,8 +274,9 @@ def test_recomputed_blocks_keep_what_goes_into_them() -> None:
     recomputed = pass_memory(model, ROWS, recomputed=True)
     stream = ROWS * WIDE.seq_len * WIDE.n_embd * 2
     assert recomputed is not None
-    # x and the value embedding; of the head, what goes into its norm, the gradient, and the weights' in float32.
-    assert recomputed.kept == 2 * stream + 2 * stream + 4 * model.head.weight.numel()
+    # x, the value embedding, and what goes into the embedding's norm; of the head, what goes into its norm, the
+    # gradient, and the weights' in float32.
+    assert recomputed.kept == 3 * stream + 2 * stream + 4 * model.head.weight.numel()
     # With one layer, all of it is there again in the backward pass.
     assert recomputed.backward_peak > 18 * stream
 
@@ -273,7 +285,7 @@ def test_activations_of_many_ranks_grow_with_the_rows(monkeypatch: pytest.Monkey
     """The larger growth of the two passes' peaks; uncompiled code where that is wanted, or all that can be counted."""
 
     def passes(_: object, rows: int, **__: object) -> PassMemory:
-        return PassMemory(kept=0, forward_peak=70 + 10 * rows, backward_peak=50 + 30 * rows)
+        return PassMemory(kept=0, forward_peak=70 + 10 * rows, backward_peak=50 + 30 * rows, first_backward_peak=0)
 
     monkeypatch.setattr(compiled_memory, "pass_memory", passes)
     config = tiny()
@@ -292,7 +304,7 @@ def test_a_plan_counts_products_in_8_bits() -> None:
 
 
 def test_a_plan_for_a_gpu_counts_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_memory, "pass_memory", lambda *_, **__: PassMemory(10**9, 2 * 10**9, 10**9))
+    monkeypatch.setattr(compiled_memory, "pass_memory", lambda *_, **__: PassMemory(10**9, 2 * 10**9, 10**9, 10**9))
     place = Place(torch.device("cuda", 0), torch.bfloat16, 1, Peak(None, "unknown"))
     for wanted, counted in (("auto", "compiled"), ("off", "uncompiled")):
         config = apply_overrides(tiny(), {"runtime.compile": wanted})
@@ -317,11 +329,11 @@ def test_gradients_of_later_blocks_are_there_while_earlier_ones_compute(monkeypa
     monkeypatch.setattr(compiled_memory, "_block", lambda *_: block)
     with torch.device("meta"):
         model = GPT(SMALL_GPT2, torch.bfloat16, "cuda")
-    passes, recomputed = pass_memory(model, 1), pass_memory(model, 1, recomputed=True)
+    passes = pass_memory(model, 1)
     assert passes is not None
-    assert recomputed is not None
-    assert round(passes.backward_peak / 10**15, 3) == 10  # 7 + 3, after 7 + 1 with what the first block still keeps
-    assert round(recomputed.backward_peak / 10**15, 3) == 8  # added up by then
+    # Of the first micro-batch, 7 + 3, after 7 + 1 with what the first block still keeps.
+    assert round(passes.first_backward_peak / 10**15, 3) == 10
+    assert round(passes.backward_peak / 10**15, 3) == 8  # added up by then
 
 
 @pytest.mark.parametrize("in_turn", [True, False])

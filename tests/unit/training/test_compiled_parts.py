@@ -35,20 +35,20 @@ def share_matrices(state: TrainState, config: RunConfig, group: Group) -> None:
     )
 
 
-WHOLE = {"updated": 1, "GPT.loss": 1, "GPT.forward": 1}
 BLOCKS = {"Block": 1, "GPT.head_loss": 1, "GPT.logits": 1}
+ON_GPUS = {"updated": 1, "GPT.embed": 1, **BLOCKS}
 RECOMPUTED = {"updated": 1, "GPT.embed": 1, "partial": 1, "GPT.head_loss": 1, "GPT.logits": 1}  # of torch's checkpoint
 
 
 @pytest.mark.parametrize(
     ("platform", "ranks", "kind", "expected"),
     [
-        ("cuda", 1, "data", WHOLE),
+        ("cuda", 1, "data", ON_GPUS),
         ("cuda", 1, "recomputed", RECOMPUTED),
-        ("cuda", 2, "data", {"updated": 1, "GPT.embed": 1, **BLOCKS}),
+        ("cuda", 2, "data", ON_GPUS),
         ("cuda", 2, "sharded", {"orthogonal_update": 1, "GPT.embed": 1, **BLOCKS}),
-        ("cuda", 2, "exact", WHOLE),
-        ("cpu", 2, "data", BLOCKS),
+        ("cuda", 2, "exact", ON_GPUS),
+        ("cpu", 1, "data", BLOCKS),
         ("cpu", 2, "sharded", BLOCKS),
     ],
     ids=[
@@ -64,8 +64,8 @@ RECOMPUTED = {"updated": 1, "GPT.embed": 1, "partial": 1, "GPT.head_loss": 1, "G
 def test_what_is_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch, platform: Platform, ranks: int, kind: str, expected: dict[str, int]
 ) -> None:
-    """On a GPU, all of the model, and Muon. Of several GPUs, each part of the model is compiled by itself, unless their
-    number must not show in the bits. Blocks that are computed again are compiled by themselves."""
+    """Each part of the model by itself, whatever the number of processes: a compiled graph draws the dropout of all
+    that it holds. On GPUs also the embedding, and Muon."""
     config = make_config(
         folder, "never-made", runtime__compile="on", model__dropout=0.0,
         parallel__exact_any_world_size=kind == "exact", runtime__activation_checkpointing=kind == "recomputed",
@@ -84,28 +84,12 @@ def test_what_is_compiled(
         return function
 
     monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr("gptlab.training.compilation.WHOLE_MODEL_FLOPS", 0.0)
     passes = make_passes(session.state, session.config, pytest.fail)
     assert names == expected
     tokens = torch.zeros(2, config.model.seq_len, dtype=torch.int64)
     assert torch.equal(passes.loss_sum(tokens, tokens), session.state.model.loss(tokens, tokens))
     logits = session.state.model(tokens)
     assert torch.equal(passes.token_nats(tokens, tokens), token_nats(logits, tokens))
-
-
-@pytest.mark.parametrize(("dropout", "expected"), [(0.0, {"GPT.loss": 1}), (0.2, BLOCKS)])
-def test_dropout_is_drawn_by_graphs_that_any_number_of_processes_has(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, dropout: float, expected: dict[str, int]
-) -> None:
-    """On a CPU, a short step is compiled whole; sharded processes compile blocks, whose dropout is another one."""
-    config = make_config(folder, "never-made", runtime__compile="on", model__dropout=dropout)
-    names: list[str] = []
-    monkeypatch.setattr(
-        torch, "compile",
-        lambda f, **options: names.append(getattr(f, "__qualname__", type(f).__name__)) or f,  # type: ignore[func-returns-value]
-    )  # fmt: skip
-    make_passes(open_session(config, place_of(config), QuietConsole()).state, config, pytest.fail)
-    assert set(names) == set(expected)
 
 
 def test_more_graphs_of_a_function_than_torch_permits_by_itself(folder: Path) -> None:
