@@ -80,7 +80,8 @@ def train(
             their `mlp` and `attention`, embeddings and `final_norm` may be replaced. Their inputs are of the run's
             dtype, which may be bfloat16, and their weights float32: make their layers of `gptlab.model.gpt.Linear`,
             an `nn.Linear` that casts its weights, or train with dtype="float32". What gptlab's kernels compute from
-            weights alone is refused: layers inside of its MLP, the norms of its blocks, the head.
+            weights alone is refused: layers inside of its MLP, the norms of its blocks, the head. FLOPs
+            (`flops`, MFU) count only the `nn.Linear` layers of its own parts, not the products of an own attention.
         fields: every other name that a flag or a TOML file may have, with groups as dicts: `model={"seq_len": 256}`,
             `dtype="float32"`, `eval={"every_steps": 100}`.
 

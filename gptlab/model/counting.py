@@ -48,6 +48,7 @@ class ParameterCounts:
 class FlopsPerToken:
     """Floating-point operations of one forward and backward pass per token, at full context.
 
+    A layer that several places share counts at each of them. Of a caller's own parts, only `nn.Linear` layers count.
     A multiplication with a weight costs 2 forward and 4 backward, an attended position 2 * 2 * head width per head
     forward and twice that backward (PaLM, arXiv:2204.02311, appendix B). Lookups, norms and activations are free.
     """
@@ -75,11 +76,12 @@ def parameter_counts(model: GPT) -> ParameterCounts:
 
 def flops_per_token(model: GPT) -> FlopsPerToken:
     seq_len = model.config.seq_len
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    modules = [module for _, module in model.named_modules(remove_duplicate=False)]
+    layers = [module for module in modules if isinstance(module, Attention)]
     windows = [seq_len if layer.window is None else min(layer.window, seq_len) for layer in layers]
     widths = [12 * layer.n_head * layer.head_dim for layer in layers]
     return FlopsPerToken(
-        matmul=6 * sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)),
+        matmul=6 * sum(module.weight.numel() for module in modules if isinstance(module, nn.Linear)),
         attention=sum(width * window for width, window in zip(widths, windows, strict=True)),
         attention_causal=sum(w * _mean_visible(window, seq_len) for w, window in zip(widths, windows, strict=True)),
     )

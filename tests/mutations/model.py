@@ -485,6 +485,11 @@ MUTATIONS = [
         ["Parameters by kind, FLOPs a token"],
     ),
     Mutation(
+        "a layer that several share is counted once", "model/counting.py",
+        "model.named_modules(remove_duplicate=False)", "model.named_modules()",
+        ["test_counting.py::test_what_layers_share_is_computed_by_each"],
+    ),
+    Mutation(
         "the head's role is a matrix", "model/counting.py",
         '"head": Role.HEAD', '"head": Role.MATRIX',
         ["test_model.py::test_roles"],

@@ -76,6 +76,16 @@ def test_a_tied_table_counts_once_and_scales_as_the_head() -> None:
     assert flops_per_token(free) == flops_per_token(tied)
 
 
+def test_what_layers_share_is_computed_by_each() -> None:
+    """A run of so many FLOPs took almost twice the steps where all layers had one MLP."""
+    model = meta(replace(HAND, window_pattern="L", value_embeddings=False))
+    apart, weights = flops_per_token(model), parameter_counts(model).total
+    model.blocks[2].mlp = model.blocks[1].mlp
+    model.blocks[1].attention = model.blocks[0].attention
+    assert flops_per_token(model) == apart
+    assert parameter_counts(model).total < weights
+
+
 def test_gpt2_small() -> None:
     """GPT-2's 124,439,808 parameters: the published checkpoint, counted with its position table and tied head."""
     config = ModelConfig(
