@@ -28,10 +28,12 @@ def parameter_roles(model: GPT) -> dict[str, Role]:
 
 
 def fused_rows(model: GPT) -> dict[str, tuple[int, ...]]:
-    """Row counts of the matrices that stack several: query, key and value."""
-    c = model.config
-    kv = c.kv_heads * c.head_dim
-    return {name: (c.n_embd, kv, kv) for name, _ in model.named_parameters() if name.endswith("qkv.weight")}
+    """Row counts of the matrices that stack several: query, key and value of gptlab's own attention."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Attention)}
+    return {
+        f"{name}.qkv.weight": tuple(n * layer.head_dim for n in (layer.n_head, layer.n_kv_head, layer.n_kv_head))
+        for name, layer in layers.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -490,6 +490,12 @@ MUTATIONS = [
         ["test_counting.py::test_what_layers_share_is_computed_by_each"],
     ),
     Mutation(
+        "an own attention's layer is split as if it were gptlab's", "model/counting.py",
+        "for name, module in model.named_modules() if isinstance(module, Attention)}",
+        "for name, module in model.named_modules() if name.endswith('attention')}",
+        ["test_counting.py::test_only_matrices_of_gptlabs_attention_are_fused"],
+    ),
+    Mutation(
         "the head's role is a matrix", "model/counting.py",
         '"head": Role.HEAD', '"head": Role.MATRIX',
         ["test_model.py::test_roles"],

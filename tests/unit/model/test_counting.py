@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import Role
-from gptlab.model.counting import flops_per_token, parameter_counts
-from gptlab.model.gpt import GPT, build_model
+from gptlab.model.counting import flops_per_token, fused_rows, parameter_counts
+from gptlab.model.gpt import GPT, Linear, build_model
 from gptlab.model.kernels import ops
 
 HAND = ModelConfig(
@@ -84,6 +85,13 @@ def test_what_layers_share_is_computed_by_each() -> None:
     model.blocks[1].attention = model.blocks[0].attention
     assert flops_per_token(model) == apart
     assert parameter_counts(model).total < weights
+
+
+def test_only_matrices_of_gptlabs_attention_are_fused() -> None:
+    """An own attention's layer of that name ended the first step in Muon, or was split into rows that mean nothing."""
+    model = meta(HAND)
+    model.blocks[1].attention = nn.ModuleDict({"qkv": Linear(64, 128, bias=False)})
+    assert fused_rows(model) == {f"blocks.{layer}.attention.qkv.weight": (64, 32, 32) for layer in (0, 2)}
 
 
 def test_gpt2_small() -> None:
