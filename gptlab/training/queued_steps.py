@@ -63,7 +63,7 @@ def queued_update(state: TrainState, config: RunConfig, loss: Tensor, rates: Rat
     gradients, without waiting for any of it. Returns the norm before clipping, then that of the gradient of each of
     `strategy.updated_weights()`."""
     strategy = state.strategy
-    held = [p.grad for p in strategy.updated_weights() if p.grad is not None]
+    held = [p.new_zeros(()) if p.grad is None else p.grad for p in strategy.updated_weights()]
     norm = strategy.total_norm(held)
     norms = torch.stack([norm, *(one.to(norm.dtype) for one in torch._foreach_norm(held))])
     if config.optim.grad_clip is not None:

@@ -237,6 +237,12 @@ MUTATIONS = [
         ["test_queued_steps.py::TestTheSameRun::test_skips_the_same_updates_and_names_the_same_weight"],
     ),
     Mutation(
+        "a GPU's norms leave out weights without gradient", "training/queued_steps.py",
+        "[p.new_zeros(()) if p.grad is None else p.grad for p in strategy.updated_weights()]",
+        "[p.grad for p in strategy.updated_weights() if p.grad is not None]",
+        ["test_queued_steps.py::test_norms_are_of_every_weight_also_of_one_without_gradient"],
+    ),
+    Mutation(
         "a GPU evaluates while a step is under way", "training/queued_steps.py",
         "None if due(latest) else", "None if due(state) else",
         ["test_queued_steps.py::test_one_step_ahead_until_something_is_due"],

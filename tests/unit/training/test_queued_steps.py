@@ -160,6 +160,20 @@ def test_a_budget_in_seconds(folder: Path, queued: None, monkeypatch: pytest.Mon
     assert [line["step_seconds"] for line in lines_of(run, "train")] == [1.0] * 9
 
 
+def test_norms_are_of_every_weight_also_of_one_without_gradient(folder: Path) -> None:
+    """A broken step of a model with a weight that is not used ended with a traceback, as its name was looked for."""
+    state, config = (session := open_tiny(folder)).state, session.config
+    with state.loader:
+        loss = gradients(state, next(state.loader), state.model.loss, config)
+    weights = state.strategy.updated_weights()
+    weights[4].grad = None
+    expected = [0.0 if one.grad is None else one.grad.norm().item() for one in weights]
+    state.optimizer.step = lambda *_: None  # type: ignore[method-assign]
+    norm, *norms = queued_update(state, config, loss, rates_of_step(state, config, session.finish)).tolist()
+    assert norms == pytest.approx(expected)
+    assert norm == pytest.approx(math.hypot(*expected))
+
+
 class Event:
     """Of a GPU, `at_ms` milliseconds after the first step began."""
 
