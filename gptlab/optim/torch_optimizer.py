@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
+from numbers import Number
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from gptlab.config.errors import UserError
 from gptlab.optim.combined import CombinedOptimizer
 
 _STATE_VERSION = 1
+
+_SAVED = {"state", "param_groups", "_need_device_dtype_check_for_fused"}
+"""Attributes of an optimizer that a step may change; torch itself changes the last in the first step."""
 
 
 class TorchOptimizer(CombinedOptimizer):
@@ -58,9 +62,17 @@ class TorchOptimizer(CombinedOptimizer):
             return
         for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_scale
+        before = self._attributes()
         self.inner.step()
         self._counted()  # what cannot be saved ends the first step, and not the first save
         self._require_savable_state()
+        for then, now in zip(before, self._attributes(), strict=False):
+            for name in now:
+                if now[name] != then.get(name):
+                    raise UserError(
+                        f"optimizer: {type(self.inner).__name__} changes its attribute {name}, which checkpoints lack: "
+                        "keep it in its state or param_groups"
+                    )
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -99,6 +111,11 @@ class TorchOptimizer(CombinedOptimizer):
                     "param_groups, where checkpoints hold finite numbers, strings and lists: keep it in its state"
                 )
         return groups
+
+    def _attributes(self) -> list[dict[str, object]]:
+        """Of the optimizer and of those within it, what is neither saved nor torch's."""
+        held = [self.inner, *_within(vars(self.inner).values())]
+        return [{name: _compared(v) for name, v in vars(one).items() if name not in _SAVED} for one in held]
 
     def _require_savable_state(self) -> None:
         """UserError for what `state_tensors` and `state_json` would leave out, or JSON cannot hold."""
@@ -152,6 +169,18 @@ def _within(values: Iterable[object]) -> Iterator[torch.optim.Optimizer]:
             yield from _within(value)
         elif isinstance(value, dict):
             yield from _within(value.values())
+
+
+def _compared(value: object) -> object:
+    """What differs after a change: numbers and text, tensors by their versions, lists and dicts of these. None for all
+    else, and for weights."""
+    if isinstance(value, Mapping):
+        return {key: _compared(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_compared(held) for held in value]
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        return id(value), value._version
+    return repr(value) if isinstance(value, Number | str | bytes) else None
 
 
 def _beside_weights(group: Mapping[str, Any]) -> dict[str, Any]:

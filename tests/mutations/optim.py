@@ -308,6 +308,21 @@ MUTATIONS = [
         ["test_torch_optimizer.py::test_a_state_of_no_weight_is_refused_at_the_first_step"],
     ),
     Mutation(
+        "what an own optimizer counts in an attribute is lost", "optim/torch_optimizer.py",
+        "if now[name] != then.get(name):", "if False:",
+        ["test_torch_optimizer.py::test_an_attribute_that_a_step_changes_is_refused_at_once"],
+    ),
+    Mutation(
+        "a tensor that changes in place in an own optimizer is lost", "optim/torch_optimizer.py",
+        "return id(value), value._version", "return id(value)",
+        ["test_torch_optimizer.py::test_an_attribute_that_a_step_changes_is_refused_at_once"],
+    ),
+    Mutation(
+        "torch's own SGD changes an attribute", "optim/torch_optimizer.py",
+        '"param_groups", "_need_device_dtype_check_for_fused"}', '"param_groups"}',
+        ["test_torch_optimizer.py::test_torchs_own_attributes_may_change"],
+    ),
+    Mutation(
         "a count that cannot be saved is noticed by the first save", "optim/torch_optimizer.py",
         "        self.inner.step()\n        self._counted()", "        self.inner.step()\n        pass",
         ["test_torch_optimizer.py::test_a_count_that_cannot_be_saved_is_refused_at_once"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,6 +35,12 @@ def wrapped(count: object = 0) -> tuple[nn.Module, TorchOptimizer]:
 
 def step(optimizer: TorchOptimizer) -> None:
     optimizer.step(lr_scale=1.0, momentum=0.9, weight_decay_scale=1.0)
+
+
+def step_with_gradients(optimizer: TorchOptimizer) -> None:
+    for parameter in optimizer.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    step(optimizer)
 
 
 def test_what_groups_count_is_saved_with_the_rest() -> None:
@@ -100,9 +107,7 @@ def test_one_that_is_made_of_others_shares_its_state_with_them() -> None:
     with pytest.raises(UserError, match="Two holds another optimizer, AdamW, whose state would not be saved"):
         TorchOptimizer(Two(shares=False), model)
     optimizer, resumed = TorchOptimizer(Two(shares=True), model), TorchOptimizer(Two(shares=True), model)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    step(optimizer)
+    step_with_gradients(optimizer)
     assert {name.rpartition(".")[0] for name in optimizer.state_tensors()} == {"weight", "bias"}
     resumed.load_state(optimizer.state_tensors(), optimizer.state_json())
     assert resumed.inner.inner[0].state[model.weight]["exp_avg"].eq(0.1).all()  # type: ignore[attr-defined]
@@ -160,3 +165,49 @@ def test_a_state_of_other_groups_is_refused() -> None:
     _, optimizer = wrapped()
     with pytest.raises(UserError, match="of 2 param_groups, but this CountsInGroups has 1"):
         optimizer.load_state({}, optimizer.state_json() | {"groups": [{}, {}]})
+
+
+class Keeps(torch.optim.SGD):
+    """Of numbers and tensors beside its state, which a resumed run does not have."""
+
+    def __init__(self, model: nn.Module, after_step: Callable[[Any], object]) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.after_step, self.weights = after_step, list(model.parameters())
+        self.t, self.best, self.mean, self.means = 0, float("nan"), torch.zeros(2), {"a": [torch.zeros(2)]}
+        self.other = torch.optim.SGD(model.parameters())
+        self.other.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.after_step(self)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda one: setattr(one, "t", one.t + 1), "t"),
+        (lambda one: setattr(one, "new", 1), "new"),
+        (lambda one: one.mean.add_(1), "mean"),
+        (lambda one: setattr(one, "mean", one.mean + 1), "mean"),
+        (lambda one: one.means["a"][0].add_(1), "means"),
+        (lambda one: setattr(one.other, "k", 1), "k"),
+    ],
+)
+def test_an_attribute_that_a_step_changes_is_refused_at_once(change: Callable[[Any], object], name: str) -> None:
+    """A resumed run began again to count, without a word."""
+    model = nn.Linear(1, 1)
+    optimizer = TorchOptimizer(Keeps(model, change), model)
+    with pytest.raises(UserError, match=f"Keeps changes its attribute {name}, which checkpoints lack: keep it in its"):
+        step_with_gradients(optimizer)
+
+
+def test_attributes_that_stay_are_no_state() -> None:
+    model = nn.Linear(1, 1)
+    step_with_gradients(TorchOptimizer(Keeps(model, lambda _: None), model))
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True, "momentum": 0.9}, {"foreach": True}])
+def test_torchs_own_attributes_may_change(options: dict[str, Any]) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = TorchOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, **options), model)
+    step_with_gradients(optimizer), step_with_gradients(optimizer)
