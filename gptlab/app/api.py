@@ -74,8 +74,8 @@ def train(
             and kernels are put back, so they cannot change the run.
         rows: makes the training rows: (prepared data, configuration) -> RowSource.
         optimizer: makes the optimizer of all weights: model -> torch.optim.Optimizer, whose `step` needs no closure.
-            Its learning rates are peaks, which the schedule multiplies. Of the fields of `optim`, only grad_clip
-            applies.
+            Its learning rates are peaks, which the schedule multiplies, so it must not have an lr_scheduler. Of the
+            fields of `optim`, only grad_clip applies.
         change_model: changes the model before it is trained, such as `block.mlp = MyMLP(...)` for its blocks. Blocks,
             their `mlp` and `attention`, embeddings and `final_norm` may be replaced. Their inputs are of the run's
             dtype, which may be bfloat16, and their weights float32: make their layers of `gptlab.model.gpt.Linear`,

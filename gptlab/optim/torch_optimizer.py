@@ -30,8 +30,8 @@ class TorchOptimizer(CombinedOptimizer):
     """
 
     def __init__(self, inner: torch.optim.Optimizer, model: nn.Module) -> None:
-        """UserError unless `inner` has exactly the weights of `model`, a `step` without arguments, and nothing that
-        cannot be saved."""
+        """UserError unless `inner` has exactly the weights of `model`, a rate for each group, a `step` without
+        arguments, no lr_scheduler, and nothing that cannot be saved."""
         super().__init__(None, None)
         self.inner = inner
         self.parameters = dict(model.named_parameters())
@@ -43,6 +43,12 @@ class TorchOptimizer(CombinedOptimizer):
             what = f"lacks {missing[0]}" if missing else "has parameters that are not the model's"
             raise UserError(f"optimizer must hold every weight of the model: {type(inner).__name__} {what}")
         kind = type(inner).__name__
+        if hasattr(inner.step, "_wrapped_by_lr_sched"):
+            raise UserError(
+                f"optimizer: {kind} has a torch.optim.lr_scheduler, but the run's schedule sets its rates: leave it out"
+            )
+        if any("lr" not in group for group in inner.param_groups):
+            raise UserError(f"optimizer: {kind} has a group without 'lr', which the schedule multiplies: give it one")
         if needed := [name for name, one in inspect.signature(inner.step).parameters.items() if _is_required(one)]:
             raise UserError(f"optimizer: {kind}.step needs {needed[0]}, but a training step computes gradients once")
         for one in _within(vars(inner).values()):
@@ -101,7 +107,7 @@ class TorchOptimizer(CombinedOptimizer):
         """What differs in each of the `param_groups` from when it was made, such as a number of steps, beside the
         learning rate. UserError for what JSON cannot hold."""
         groups = [
-            {k: v for k, v in _beside_weights(group).items() if isinstance(v, Tensor) or v != made.get(k)}
+            {k: v for k, v in _beside_weights(group).items() if _is_changed(v, made.get(k))}
             for group, made in zip(self.inner.param_groups, self._made, strict=True)
         ]
         for key, value in (item for group in groups for item in group.items()):
@@ -181,6 +187,13 @@ def _compared(value: object) -> object:
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return id(value), value._version
     return repr(value) if isinstance(value, Number | str | bytes) else None
+
+
+def _is_changed(value: object, made: object) -> bool:
+    try:
+        return isinstance(value, Tensor) or bool(value != made)
+    except (RuntimeError, ValueError):  # an array, or a list of tensors
+        return True
 
 
 def _beside_weights(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -323,6 +323,16 @@ MUTATIONS = [
         ["test_torch_optimizer.py::test_torchs_own_attributes_may_change"],
     ),
     Mutation(
+        "a scheduler of an own optimizer's rates is taken, and never steps", "optim/torch_optimizer.py",
+        'if hasattr(inner.step, "_wrapped_by_lr_sched"):', "if False:",
+        ["test_torch_optimizer.py::test_a_scheduler_of_its_rates_is_refused"],
+    ),
+    Mutation(
+        "an array in an own optimizer's groups ends the step with a traceback", "optim/torch_optimizer.py",
+        "except (RuntimeError, ValueError):", "except RuntimeError:",
+        ["test_torch_optimizer.py::test_an_array_in_groups_is_refused"],
+    ),
+    Mutation(
         "a count that cannot be saved is noticed by the first save", "optim/torch_optimizer.py",
         "        self.inner.step()\n        self._counted()", "        self.inner.step()\n        pass",
         ["test_torch_optimizer.py::test_a_count_that_cannot_be_saved_is_refused_at_once"],

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -211,3 +212,29 @@ def test_torchs_own_attributes_may_change(options: dict[str, Any]) -> None:
     model = nn.Linear(1, 1)
     optimizer = TorchOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, **options), model)
     step_with_gradients(optimizer), step_with_gradients(optimizer)
+
+
+def test_a_scheduler_of_its_rates_is_refused() -> None:
+    """The schedule of the run sets the rates; the message was of a missing `self`."""
+    model = nn.Linear(1, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(inner, 1)
+    with pytest.raises(UserError, match=r"SGD has a torch\.optim\.lr_scheduler, but the run's schedule sets its rates"):
+        TorchOptimizer(inner, model)
+
+
+def test_groups_without_a_rate_are_refused() -> None:
+    class NoRate(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__(model.parameters(), {})
+
+    model = nn.Linear(1, 1)
+    with pytest.raises(UserError, match="NoRate has a group without 'lr', which the schedule multiplies"):
+        TorchOptimizer(NoRate(), model)
+
+
+def test_an_array_in_groups_is_refused() -> None:
+    _, optimizer = wrapped()
+    optimizer.inner.param_groups[0]["sums"] = np.zeros(2)
+    with pytest.raises(UserError, match="CountsInGroups keeps a ndarray as 'sums' in its param_groups"):
+        step(optimizer)
