@@ -97,6 +97,11 @@ MUTATIONS = [
         ["test_api.py::TestParts::test_a_later_row_that_cannot_be_trained_on_ends_the_run"],
     ),
     Mutation(
+        "own rows may be fractions", "app/run/own_parts.py",
+        'tokens.dtype.kind in "iu" and ', "",
+        ["test_api.py::TestParts::test_rows_that_cannot_be_trained_on_are_refused"],
+    ),
+    Mutation(
         "closures of one function are one part", "app/run/own_parts.py",
         "[cell.cell_contents for cell in cells],", "[],",
         ["test_own_parts.py::test_functions_of_one_source_differ_by_what_they_hold"],

@@ -1,9 +1,9 @@
 """What a Python caller may give to a run beside its configuration: functions that watch it, and parts that replace its.
 
 A watching function gets numbers, and may load or train other models. Afterwards the random generators, the kernels
-and the number of threads are put back: it cannot change the run. A part replaces what the configuration would have
-made: run.json records its name and a fingerprint of its source and of the values that it holds, and the run is resumed
-or repeated only with a part of that name.
+and the number of threads are put back: it cannot change the run. A part replaces what the
+configuration would have made: run.json records its name and a fingerprint of its source and of the values that it
+holds, and the run is resumed or repeated only with a part of that name.
 """
 
 from __future__ import annotations
@@ -155,15 +155,22 @@ class _CheckedRows:
 
     def read(self, epoch: int, indices: np.ndarray) -> Pair:
         """UserError for what is no row of tokens."""
-        pair = self._rows.read(epoch, indices)
-        for kind, tokens, least in zip(("inputs", "targets"), pair, (0, -1), strict=True):
-            shape, lowest, highest = tokens.shape, tokens.min(), tokens.max()
-            if shape != (len(indices), self.seq_len) or lowest < least or highest >= self._vocab_size:
+        import numpy as np
+
+        read = self._rows.read(epoch, indices)
+        try:
+            inputs, targets = (np.asarray(tokens) for tokens in read)
+        except (TypeError, ValueError):  # none, another number of them, rows of several lengths
+            raise UserError("rows returned no inputs and targets: `read` returns an array of each") from None
+        for kind, tokens, least in (("inputs", inputs, 0), ("targets", targets, -1)):
+            is_whole = tokens.dtype.kind in "iu" and tokens.shape == (len(indices), self.seq_len)
+            if not is_whole or tokens.min() < least or tokens.max() >= self._vocab_size:
+                held = f"from {tokens.min()} to {tokens.max()}" if is_whole else f"of type {tokens.dtype}"
                 raise UserError(
-                    f"rows returned {kind} of shape {shape} from {lowest} to {highest}: a row has {self.seq_len} "
-                    f"numbers from {least} to {self._vocab_size - 1} (-1: no target)"
+                    f"rows returned {kind} of shape {tokens.shape} {held}: a row has {self.seq_len} whole numbers from "
+                    f"{least} to {self._vocab_size - 1} (-1: no target)"
                 )
-        return pair
+        return inputs, targets
 
 
 def own_parts_of(record: Mapping[str, object]) -> dict[str, dict[str, Any]]:

@@ -487,6 +487,10 @@ class TestParts:
             ("rows_per_epoch", 0, "rows returned 0 rows"),
             ("read", lambda epoch, indices: np.array([[[0] * 32], [[-100] * 32]]), "targets of shape .* from -100"),
             ("read", lambda epoch, indices: np.array([[[9999] * 32], [[0] * 32]]), "inputs of .* to 9999"),
+            ("read", lambda epoch, indices: np.full((2, 1, 32), 1.5), r"inputs of shape \(1, 32\) of type float64: "),
+            ("read", lambda epoch, indices: ([[1] * 32], np.full((1, 32), np.nan)), "targets of .* of type float64: "),
+            ("read", lambda epoch, indices: np.zeros((2, 0, 32), int), r"inputs of shape \(0, 32\) of type int64: "),
+            ("read", lambda epoch, indices: None, "no inputs and targets: `read` returns an array of each"),
         ],
     )
     def test_rows_that_cannot_be_trained_on_are_refused(self, folder: Path, name: str, value: Any, says: str) -> None:
