@@ -70,8 +70,8 @@ def train(
         resume: the folder of a run to continue, bit for bit.
         from_run: the folder of a run to repeat in a new folder; other fields that are given replace its own.
         on_step, on_eval: called with the fields of each `train` or `eval` line of metrics.jsonl as it is written.
-            They run off the clock, and may load or (with one process) train other models: random generators, threads
-            and kernels are put back, so they cannot change the run.
+            They run off the clock, and may load or (with one process) train other models: random generators, threads,
+            kernels and torch's gradient mode are put back, so they cannot change the run.
         rows: makes the training rows: (prepared data, configuration) -> RowSource.
         optimizer: makes the optimizer of all weights: model -> torch.optim.Optimizer, whose `step` needs no closure.
             Its learning rates are peaks, which the schedule multiplies, so it must not have an lr_scheduler. Of the

@@ -83,13 +83,18 @@ MUTATIONS = [
     ),
     Mutation(
         "a run multiplies on as a model that its hook has loaded", "app/run/own_parts.py",
-        "with implementations_kept():", "if True:",
+        "with implementations_kept(), torch", "with torch",
         ["test_own_parts.py::test_models_that_it_loads_change_nothing_for_the_run"],
     ),
     Mutation(
         "a run trains on with the threads of another one that its hook has loaded", "model/kernels/ops.py",
         "            torch.set_num_threads(threads)\n", "            pass\n",
         ["test_own_parts.py::test_models_that_it_loads_change_nothing_for_the_run"],
+    ),
+    Mutation(
+        "a run goes on without gradients as a hook has left them", "app/run/own_parts.py",
+        "torch.set_grad_enabled(torch.is_grad_enabled()):", "implementations_kept():",
+        ["test_own_parts.py::test_a_hook_may_turn_gradients_off"],
     ),
     Mutation(
         "own rows are looked at once", "app/run/own_parts.py",

@@ -1,7 +1,7 @@
 """What a Python caller may give to a run beside its configuration: functions that watch it, and parts that replace its.
 
-A watching function gets numbers, and may load or train other models. Afterwards the random generators, the kernels
-and the number of threads are put back: it cannot change the run. A part replaces what the
+A watching function gets numbers, and may load or train other models. Afterwards the random generators, the kernels,
+the number of threads and torch's gradient mode are put back: it cannot change the run. A part replaces what the
 configuration would have made: run.json records its name and a fingerprint of its source and of the values that it
 holds, and the run is resumed or repeated only with a part of that name.
 """
@@ -59,6 +59,8 @@ class OwnParts:
         hooks = {"train": self.on_step, "eval": self.on_eval}
         if not any(hooks.values()):
             return None
+        import torch
+
         from gptlab.model.kernels.ops import implementations_kept
         from gptlab.runtime.hardware.rng import capture_rng, restore_rng
 
@@ -66,7 +68,7 @@ class OwnParts:
             if (hook := hooks.get(kind)) is not None:
                 generators = capture_rng(device)
                 try:
-                    with implementations_kept():
+                    with implementations_kept(), torch.set_grad_enabled(torch.is_grad_enabled()):
                         hook(dict(values))
                 finally:
                     restore_rng(generators, device)

@@ -163,3 +163,14 @@ def test_models_that_it_loads_change_nothing_for_the_run(monkeypatch: pytest.Mon
     else:
         apply_change(model, load, 0, CPU)
     assert state() == before
+
+
+def test_a_hook_may_turn_gradients_off() -> None:
+    """The next step ended with a traceback: its loss had none."""
+    call = OwnParts(on_step=lambda _: torch.set_grad_enabled(False)).on_line(CPU)
+    assert call is not None
+    try:
+        call("train", {})
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
