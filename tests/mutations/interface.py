@@ -97,6 +97,11 @@ MUTATIONS = [
         ["test_own_parts.py::test_a_hook_may_turn_gradients_off"],
     ),
     Mutation(
+        "a run without prompts ends with a command that has none to continue", "app/run/run_request.py",
+        '"" if prompts else " --interactive"', '""',
+        ["test_train_run.py::test_the_command_that_samples_has_a_prompt"],
+    ),
+    Mutation(
         "own rows are looked at once", "app/run/own_parts.py",
         "        return checked\n", "        return rows\n",
         ["test_api.py::TestParts::test_a_later_row_that_cannot_be_trained_on_ends_the_run"],

@@ -378,7 +378,8 @@ def next_steps(run: Path, config: RunConfig, prompts: Sequence[str], *, trained:
     lines = [f"run folder: {folder}"]
     if trained:
         prompt = next((text for text in prompts if text.strip() and text.isprintable()), None)
-        asked = "" if prompt is None else f" --prompt {shlex.quote(prompt)}"
+        others = "" if prompts else " --interactive"  # without a prompt, those of the run are continued
+        asked = others if prompt is None else f" --prompt {shlex.quote(prompt)}"
         lines.append(f"  sample it:          {program()} sample {folder}{asked}")
         lines.append(f"  train it on:        {longer_command(run, config)}")
     lines.append(f"  change and compare: {program()} train --from {folder} --seed {config.seed + 1}")

@@ -17,7 +17,7 @@ import torch
 from gptlab.app import sizing
 from gptlab.app.run import run_session, session, train_run
 from gptlab.app.run.attempt import Attempt
-from gptlab.app.run.run_request import RunRequest
+from gptlab.app.run.run_request import RunRequest, next_steps
 from gptlab.app.run.run_session import describe
 from gptlab.app.run.train_run import _configured
 from gptlab.config.run import RunConfig
@@ -191,3 +191,14 @@ def test_a_folder_that_is_taken_is_refused_before_torch_is_imported(tmp_path: Pa
     program = f"import sys; {train}; sys.exit(100 if 'torch' in sys.modules else code)"
     ended = subprocess.run(own_python(program), cwd=tmp_path, capture_output=True, text=True)
     assert (ended.returncode, "is not empty" in ended.stderr) == (2, True), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [((), " --interactive"), (("two\nlines",), ""), (("two\nlines", "the fox"), " --prompt 'the fox'")],
+)
+def test_the_command_that_samples_has_a_prompt(tmp_path: Path, prompts: tuple[str, ...], words: str) -> None:
+    """Without a prompt it continues those of the run; a run that has none, and no BOS, has nothing to start from."""
+    lines = next_steps(tmp_path, tiny.make_config(tmp_path, "run"), prompts, trained=True)
+    (line,) = [one for one in lines if "sample it" in one]
+    assert line.endswith(f" sample {tmp_path}{words}")
