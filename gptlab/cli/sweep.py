@@ -137,7 +137,8 @@ def asked_sweep(request: RunRequest, kind: Kind, vary: Mapping[str, Sequence[Any
     replaced = replaced_lengths({name: values[0] for name, values in vary.items()})  # of a TOML file
     replaced |= {"model.n_layer"} if "depth" in vary else set()
     base = {name: value for name, value in base_values(request).items() if name not in replaced}
-    first = base.pop("seed") if "seed" in base else config_of(base).seed
+    variants = [*variants_of(vary).values()]  # the base alone may be no valid configuration
+    first = base.pop("seed") if "seed" in base else config_of({**base, **variants[0]}).seed
     fields = "-".join(field.rpartition(".")[2] for field in vary) if kind == "sweep" else ""
     source = Path(request.from_run).name if request.from_run is not None else base["recipe"]
     own_name = re.sub(r"[^A-Za-z0-9._]+", "-", f"{source}-{fields}").strip("-.")

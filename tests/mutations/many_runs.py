@@ -46,6 +46,11 @@ MUTATIONS = [
         ["test_sweep.py::TestTraining::test_a_signal_ends_the_sweep_and_is_no_failure"],
     ),
     Mutation(
+        "a sweep whose base alone is not valid is refused", "cli/sweep.py",
+        "config_of({**base, **variants[0]}).seed", "config_of(base).seed",
+        ["test_sweep.py::TestVary::test_what_only_the_variants_make_valid"],
+    ),
+    Mutation(
         "a sweep of tokenizers warns of nothing", "cli/sweep.py",
         "(one.eval.tokens, one.eval.tokens and one.tokenizer)", "(one.eval.tokens,)",
         ["test_sweep.py::TestCommand::test_variants_that_will_not_be_compared_are_told_before_training"],

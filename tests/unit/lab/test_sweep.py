@@ -151,6 +151,12 @@ class TestVary:
         sweep = asked_sweep(request, "sweep", read_vary(["depth=2,3"]), 1)
         assert [config_of({**sweep.base, **run.changes}).model.n_layer for run in sweep.runs] == [2, 3]
 
+    def test_what_only_the_variants_make_valid(self) -> None:
+        words = ["quickstart", "--depth", "1", "--steps", "5", "--batch.total-tokens", "2048"]
+        request = read_request(words, SweepArguments, prog="", description="")
+        sweep = asked_sweep(request, "sweep", read_vary(["model.seq-len=64,128"]), 2)
+        assert [run.seed for run in sweep.runs] == [1337, 1337, 1338, 1338]
+
     @pytest.mark.parametrize(
         ("text", "problem"),
         [
