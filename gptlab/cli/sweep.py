@@ -271,14 +271,16 @@ def _exit_code(sweep: Sweep) -> int:
     """A run whose training failed is a result; one that could not be trained is an error."""
     statuses = sweep.statuses()
     ended = sum(status not in _UNFINISHED for status in statuses.values())
+    again = f"{program()} {sweep.kind} --resume {shlex.quote(str(sweep.folder))}"
     if ended < len(statuses):
-        again = f"{program()} {sweep.kind} --resume {shlex.quote(str(sweep.folder))}"
         print(f"stopped: {ended} of {len(statuses)} runs have ended; continue with {again}", file=sys.stderr)
         return EXIT_PREEMPTED
     codes = {name: code for name, code in sweep.failures().items() if statuses[name] == "failed"}
     errors = {name: code for name, code in codes.items() if code != EXIT_TRAINING_FAILED}
     for name, code in errors.items():
-        print(f"gptlab: error: {name} ended with {code}: see {sweep.folder / name}.log", file=sys.stderr)
+        retry = again if code == EXIT_USAGE else f"{again} --retry-failed"
+        said = f"{name} ended with {code}: see {sweep.folder / name}.log, and try again with {retry}"
+        print(f"gptlab: error: {said}", file=sys.stderr)
     return EXIT_USAGE if errors else 0
 
 

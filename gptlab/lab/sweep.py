@@ -233,10 +233,12 @@ def train_sweep(sweep: Sweep, stop: Stop, *, retry_failed: bool = False) -> Iter
     """Train what has not finished, and yield each run twice: with None before it is trained, and then with its exit
     code. Ends early where a signal asks for it.
 
-    A run that failed is trained again only with `retry_failed`. UserError where the first run cannot start, since all
-    others repeat it.
+    A run that failed is trained again only with `retry_failed`, but one that was refused (EXIT_USAGE) always is: what
+    refused it, such as a missing file, may have changed. UserError where the first run cannot start, since all others
+    repeat it.
     """
-    failed = {} if retry_failed else sweep.failures()
+    failures = {} if retry_failed else sweep.failures()
+    failed = {name for name, code in failures.items() if code != EXIT_USAGE}
     for run in sweep.runs:
         if run.name in failed or run.finished:
             continue

@@ -36,6 +36,11 @@ MUTATIONS = [
         ["test_sweep.py::TestTraining::test_what_failed_is_a_result_until_it_shall_be_tried_again"],
     ),
     Mutation(
+        "a run that was refused in another working folder stays failed", "lab/sweep.py",
+        "if code != EXIT_USAGE}", "}",
+        ["test_sweep.py::TestTraining::test_what_failed_is_a_result_until_it_shall_be_tried_again"],
+    ),
+    Mutation(
         "a failed run whose folder is gone is a result", "lab/sweep.py",
         "if run.started or codes[run.name] != EXIT_TRAINING_FAILED", "if True",
         ["test_sweep.py::TestTraining::test_a_failed_run_whose_folder_is_gone_is_trained_again"],

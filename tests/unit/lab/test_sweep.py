@@ -242,10 +242,11 @@ class TestTraining:
         assert [*sweep.statuses().values()] == ["finished", "failed", "failed"]
         assert sweeping.why_failed(sweep.runs[2]) == "no such corpus"
         assert {name: len(runs) for name, runs in sides_of(sweep).items()} == {"depth-2": 1, "depth-3": 1}
-        assert train(sweep) == []
         launches.codes.clear()
-        assert train(sweep, retry_failed=True) == [("depth-3-seed-1", 0), ("depth-4-seed-1", 0)]
-        assert launches.seen[-2] == ("depth-3-seed-1", f"--resume {sweep.runs[1].path}")
+        assert train(sweep) == [("depth-4-seed-1", 0)]  # its corpus may be there now
+        assert sweep.failures() == {"depth-3-seed-1": 3}
+        assert train(sweep, retry_failed=True) == [("depth-3-seed-1", 0)]
+        assert launches.seen[-1] == ("depth-3-seed-1", f"--resume {sweep.runs[1].path}")
         assert (sweep.failures(), json.loads(sweep.file.read_text())["failed"]) == ({}, {})
 
     def test_a_failed_run_whose_folder_is_gone_is_trained_again(
@@ -314,6 +315,15 @@ class TestCommand:
         assert out.splitlines()[1].startswith("[2/2] depth-3-seed-1337  val_bpb ")
         assert out.splitlines()[-1] == "depth-2-seed-1337: failed"
         assert launches.names == ["depth-2-seed-1337", "depth-3-seed-1337", "depth-3-seed-1337"]
+
+    def test_an_error_says_how_to_try_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        Launches(monkeypatch, depth_2_seed_1337=1, depth_3_seed_1337=2)
+        code, _, err = command(self.WORDS)
+        lines = err.splitlines()
+        assert (code, len(lines)) == (2, 2)
+        assert lines[0].endswith("sweep --resume sweeps/s --retry-failed")
+        assert lines[1].endswith("sweep --resume sweeps/s")
 
     def test_variants_that_will_not_be_compared_are_told_before_training(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
