@@ -28,7 +28,7 @@ from gptlab.config.length import replaced_lengths
 from gptlab.config.load import unknown_field, value_from_text
 from gptlab.config.recipes import OWN_TYPES
 from gptlab.config.recipes.quickstart import ASSUMED_FLOPS_PER_SECOND
-from gptlab.config.run import RunConfig
+from gptlab.config.run import DataConfig, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.lab.launch import Stop
 from gptlab.lab.sweep import (
@@ -95,12 +95,9 @@ def main(argv: Sequence[str]) -> int:
     request = read_request(argv, SweepArguments, prog="gptlab sweep", description=DESCRIPTION)
     vary = read_vary(request.options.get("vary", ()))
     sweep = asked_sweep(request, "sweep", vary, request.options.get("seeds", _SEEDS))
-    if not _validates_alike(sweep):
-        print(
-            "warning: the variants differ in eval.tokens, or in the tokenizer that counts them, so that their bits "
-            "per byte will not be compared: stop, and train them with --eval.tokens none",
-            file=sys.stderr,
-        )
+    for difference, remedy in _other_validations(sweep):
+        said = f"the variants differ in {difference}, so that their bits per byte will not be compared"
+        print(f"warning: {said}: stop, and train them with {remedy}", file=sys.stderr)
     return train_and_show(sweep, request.options, _comparison)
 
 
@@ -173,11 +170,24 @@ def require_different(sweep: Sweep) -> None:
             raise UserError(f"the variants {other} and {name} are the same configuration")
 
 
-def _validates_alike(sweep: Sweep) -> bool:
-    """Whether all variants validate on the same tokens, or on all of the validation text."""
+def _other_validations(sweep: Sweep) -> Iterator[tuple[str, str]]:
+    """In what the variants differ that decides what they validate on, and the arguments that make it the same."""
     configs = [config_of({**sweep.base, **changes}) for changes in variants_of(sweep.vary).values()]
-    validated = [(one.eval.tokens, one.eval.tokens and one.tokenizer) for one in configs]
-    return validated.count(validated[0]) == len(validated)
+    if any(_text_of(one.data) != _text_of(configs[0].data) for one in configs):
+        yield "the text that validates", "one --data.val-source"
+    counted = [(one.eval.tokens, one.eval.tokens and _tokenizer_of(one)) for one in configs]
+    if counted.count(counted[0]) < len(counted):
+        yield "eval.tokens, or in the tokenizer that counts them", "--eval.tokens none"
+
+
+def _text_of(data: DataConfig) -> tuple[Any, ...]:
+    held_out = data.source, data.hub_files, data.split, data.val_fraction
+    return data.val_source or held_out, data.text_column
+
+
+def _tokenizer_of(config: RunConfig) -> tuple[Any, ...]:
+    learned = config.tokenizer.path is None and config.tokenizer.kind in ("bpe", "char")
+    return config.tokenizer, config.data.source if learned else None
 
 
 def train_and_show(sweep: Sweep, options: Mapping[str, Any], result: Any) -> int:

@@ -56,8 +56,18 @@ MUTATIONS = [
         ["test_sweep.py::TestVary::test_what_only_the_variants_make_valid"],
     ),
     Mutation(
+        "a sweep of corpora does not warn that each validates on its own text", "cli/sweep.py",
+        "data.val_source or held_out", "data.val_source",
+        ["test_sweep.py::TestCommand::test_variants_that_will_not_be_compared_are_told_before_training"],
+    ),
+    Mutation(
+        "a sweep of corpora does not warn that each has its own tokenizer", "cli/sweep.py",
+        "config.data.source if learned else None", "None",
+        ["test_sweep.py::TestCommand::test_variants_that_will_not_be_compared_are_told_before_training"],
+    ),
+    Mutation(
         "a sweep of tokenizers warns of nothing", "cli/sweep.py",
-        "(one.eval.tokens, one.eval.tokens and one.tokenizer)", "(one.eval.tokens,)",
+        "(one.eval.tokens, one.eval.tokens and _tokenizer_of(one))", "(one.eval.tokens,)",
         ["test_sweep.py::TestCommand::test_variants_that_will_not_be_compared_are_told_before_training"],
     ),
     Mutation(

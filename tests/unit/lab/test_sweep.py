@@ -339,6 +339,14 @@ class TestCommand:
             warned(*tokenizers, "--eval.tokens", 4096),
         )
         assert "will not be compared" in warned("--vary", "eval.tokens=4096,8192")
+        sources = ("--vary", "data.source=a.txt,b.txt")
+        assert "--data.val-source" in warned(*sources, "--eval.tokens", "none")
+        assert "--data.val-source" in warned("--vary", "data.split=hash,tail")
+        learned = warned(*sources, "--data.val-source", "c.txt")  # a tokenizer of each source counts the tokens
+        assert "--eval.tokens none" in learned
+        assert "--data.val-source" not in learned
+        assert warned(*sources, "--data.val-source", "c.txt", "--eval.tokens", "none") == ""
+        assert warned(*sources, "--data.val-source", "c.txt", "--tokenizer.kind", "byte") == ""
         assert warned(*tokenizers, "--eval.tokens", "none") == warned("--vary", "depth=2,3") == ""
 
     def test_a_dry_run_trains_and_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
