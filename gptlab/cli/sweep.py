@@ -305,5 +305,6 @@ def _comparison(sweep: Sweep, sides: Mapping[str, Sequence[RunRecord]]) -> tuple
         rows = [(run.name, _bpb(run)) for run in sweep.runs if run.finished]
         shown = [table([("run", "val_bpb"), *rows], "<>")] if rows else []
         reason = [f"not compared: {error}"] if len(sides) > 1 else []
-        return "\n".join([*shown, *notes, *reason]), {"comparison": None}
-    return "\n".join([describe(comparison), *([""] if notes else []), *notes]), {"comparison": figures(comparison)}
+        return "\n".join([*shown, *notes, *reason]), {"comparison": None, "not_compared": str(error)}
+    text = "\n".join([describe(comparison), *([""] if notes else []), *notes])
+    return text, {"comparison": figures(comparison), "not_compared": None}

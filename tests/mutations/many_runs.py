@@ -56,6 +56,11 @@ MUTATIONS = [
         ["test_sweep.py::TestVary::test_what_only_the_variants_make_valid"],
     ),
     Mutation(
+        "the JSON of a sweep does not say why nothing is compared", "cli/sweep.py",
+        '"not_compared": str(error)', '"not_compared": None',
+        ["test_sweep.py::TestCommand::test_json_says_why_there_is_no_comparison"],
+    ),
+    Mutation(
         "a sweep of corpora does not warn that each validates on its own text", "cli/sweep.py",
         "data.val_source or held_out", "data.val_source",
         ["test_sweep.py::TestCommand::test_variants_that_will_not_be_compared_are_told_before_training"],

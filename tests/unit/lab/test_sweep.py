@@ -349,6 +349,16 @@ class TestCommand:
         assert warned(*sources, "--data.val-source", "c.txt", "--tokenizer.kind", "byte") == ""
         assert warned(*tokenizers, "--eval.tokens", "none") == warned("--vary", "depth=2,3") == ""
 
+    def test_json_says_why_there_is_no_comparison(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        launches = Launches(monkeypatch, depth_3_seed_1337=2)
+        told = json.loads(command([*self.WORDS, "--json"])[1])
+        assert told["comparison"] is None
+        assert told["not_compared"] == "a comparison needs two sides with at least one run each"
+        launches.codes.clear()
+        told = json.loads(command([*self.WORDS, "--json"])[1])
+        assert (told["comparison"]["at"], told["not_compared"]) == ("seconds", None)
+
     def test_a_dry_run_trains_and_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         code, out, _ = command([*self.WORDS, "--dry-run"])
