@@ -72,7 +72,9 @@ def _describe(rows: Sequence[Rung], laws: Sequence[PowerLaw]) -> str:
     names = ["fit (a line in logarithms)", "with an irreducible term"]
     for name, law in zip(names, laws, strict=False):
         term = "" if law.half_width is None else f"{law.irreducible:.4f} (± {law.half_width:.4f}) + "
-        lines.append(f"{name}: bpb = {term}{law.a:.4g} FLOPs^-{law.b:.4f}")
+        lines.append(f"{name}: bpb = {term}{law.a:.4g} FLOPs^{-law.b:.4f}")
+    if laws and laws[0].b < 0:
+        lines.append("The exponent is positive: by this line, bits per byte rise with FLOPs.")
     if laws:
         lines.append("Least squares of log(bpb); the columns are what a row has above its fit, in bpb.")
     if len(rows) >= 4 and len(laws) < 2:

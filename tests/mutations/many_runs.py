@@ -81,6 +81,11 @@ MUTATIONS = [
         ["test_ladder.py::test_its_interval_holds_the_true_term_19_times_in_20"],
     ),
     Mutation(
+        "the exponent of a law that rises has two signs", "cli/ladder.py",
+        "FLOPs^{-law.b:.4f}", "FLOPs^-{law.b:.4f}",
+        ["test_ladder.py::test_a_law_of_models_that_do_not_improve"],
+    ),
+    Mutation(
         "a ladder's mean is that of the seeds that survived", "lab/ladder.py",
         " and not any(map(is_broken, runs))", "",
         ["test_ladder.py::test_a_depth_with_a_broken_run_is_left_out"],

@@ -150,6 +150,19 @@ def test_the_command_s_table_and_files(tmp_path: Path, monkeypatch: pytest.Monke
     assert told["runs"][4]["exit_code"] == 2
 
 
+def test_a_law_of_models_that_do_not_improve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def written(folder: Path, words: Sequence[str], *, log: Path, stop: Any) -> int:
+        depth = int(folder.name.split("-")[1])
+        write_run(folder, [4.0, 2.0 * depth], flops_per_token=1000 * depth, model__n_layer=depth)
+        return 0
+
+    monkeypatch.setattr(sweeping, "launch", written)
+    monkeypatch.chdir(tmp_path)
+    lines = command(["ladder", "quickstart", "--depths", "2,4", "--steps", 9])[1].splitlines()
+    assert lines[-3].endswith(f"= {4 / 2e7:.4g} FLOPs^1.0000")
+    assert lines[-2] == "The exponent is positive: by this line, bits per byte rise with FLOPs."
+
+
 @pytest.mark.parametrize("words", ["--depths 2", "", "--depths 2,x", "--depths 2,3 --depth 4", "--resume sweeps/x"])
 def test_what_it_refuses(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
