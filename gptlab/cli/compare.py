@@ -10,7 +10,7 @@ from typing import Any
 
 from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.config.errors import UserError, cannot, checked_dataclass, printable
-from gptlab.lab.run_record import Axis, RunRecord
+from gptlab.lab.run_record import At, RunRecord
 from gptlab.lab.sides import find_runs
 from gptlab.runtime.files.plain_file import to_json
 
@@ -27,9 +27,9 @@ class CompareArguments:
     """The baseline's runs, whatever their fields are. Needs --b."""
     b: tuple[str, ...] = ()
     """The candidate's runs."""
-    at: Axis | None = None
-    """The sentence and the plot are of equal steps, tokens, seconds or FLOPs. None: what the runs' length is counted
-    in."""
+    at: At | None = None
+    """The sentence and the plot are of equal steps, tokens, seconds or FLOPs, or the sentence is of the final values
+    (end). None: what the runs' length is counted in."""
     json: bool = False
     """Print one JSON object, numbers unrounded."""
     csv: Path | None = None

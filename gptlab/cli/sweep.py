@@ -24,7 +24,7 @@ from gptlab.app.run.run_request import (
 )
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import EXIT_PREEMPTED, EXIT_TRAINING_FAILED, EXIT_USAGE, UserError, require_positive
-from gptlab.config.length import replaced_lengths
+from gptlab.config.length import lengths_of, replaced_lengths
 from gptlab.config.load import unknown_field, value_from_text
 from gptlab.config.recipes import OWN_TYPES
 from gptlab.config.recipes.quickstart import ASSUMED_FLOPS_PER_SECOND
@@ -300,7 +300,8 @@ def _comparison(sweep: Sweep, sides: Mapping[str, Sequence[RunRecord]]) -> tuple
 
     notes = [f"{name}: {status}" for name, status in sweep.statuses().items() if status != "finished"]
     try:
-        comparison = compare_runs(sides)
+        # Where the shorter of two lengths ends, the learning rate of the longer has not decayed.
+        comparison = compare_runs(sides, "end" if lengths_of(sweep.vary) else None)
     except UserError as error:
         rows = [(run.name, _bpb(run)) for run in sweep.runs if run.finished]
         shown = [table([("run", "val_bpb"), *rows], "<>")] if rows else []

@@ -23,7 +23,7 @@ LENGTH_FIELDS = frozenset(("horizon.amount", "horizon.unit"))
 
 def with_length_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """The values with a length's fields in place of its short form; None leaves one out. UserError for two lengths."""
-    named = _lengths(given)
+    named = lengths_of(given)
     if len(named) > 1 and not LENGTH_FIELDS.issuperset(named):
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in named[:2])
         raise UserError(f"{flags} both say how long to train: give one of them")
@@ -39,10 +39,11 @@ def with_length_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 def replaced_lengths(given: Mapping[str, Any]) -> set[str]:
     """What of a file's length (`with_length_fields`) one that is given beside it replaces. An amount keeps the file's
     unit, and a unit its amount."""
-    named = _lengths(given)
+    named = lengths_of(given)
     by_field = {RATIO} if named else set()
     return by_field if LENGTH_FIELDS.issuperset(named) else by_field | LENGTH_FIELDS
 
 
-def _lengths(given: Mapping[str, Any]) -> list[str]:
+def lengths_of(given: Mapping[str, Any]) -> list[str]:
+    """The arguments among `given` that say how long to train."""
     return [name for name in (RATIO, *HORIZONS, *sorted(LENGTH_FIELDS)) if given.get(name) is not None]

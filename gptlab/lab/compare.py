@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gptlab.config.errors import printable
-from gptlab.lab.contrast import END, At, Contrast, Multiplier, Row, contrasts_of, multipliers_of, sizes_of
-from gptlab.lab.run_record import AXES, Axis, RunRecord
+from gptlab.config.length import LENGTH_FIELDS
+from gptlab.lab.contrast import END, Contrast, Multiplier, Row, contrasts_of, multipliers_of, sizes_of
+from gptlab.lab.run_record import AXES, At, RunRecord
 from gptlab.lab.sides import FieldDifference, Sides, field_differences, require_comparable, warnings_of
 from gptlab.lab.statistics import MAX_SEEDS, Difference, holm
 from gptlab.runtime.records.table import table
@@ -34,12 +35,13 @@ class Comparison:
     multipliers: Sequence[Multiplier]
 
 
-def compare_runs(sides: Sides, axis: Axis | None = None) -> Comparison:
-    """The first side is the baseline. The verdicts are of equal amounts of `axis`; None: of what the horizon of all
-    runs is counted in, or of their ends where that is none of the axes. UserError where runs cannot be compared."""
+def compare_runs(sides: Sides, at: At | None = None) -> Comparison:
+    """The first side is the baseline. The verdicts are of equal amounts of `at`, or of the ends; None: of what the
+    horizon of all runs is counted in, or of their ends where that is none of the axes. UserError where runs cannot be
+    compared."""
     require_comparable(sides)
     units = [run.fields.get("horizon.unit") for runs in sides.values() for run in runs]
-    at: At = axis or next((axis for axis in AXES if units.count(axis) == len(units)), None) or END
+    at = at or next((axis for axis in AXES if units.count(axis) == len(units)), None) or END
     baseline, *candidates = sides.items()
     contrasts = [contrast for candidate in candidates for contrast in contrasts_of(baseline, candidate, at)]
     p_values = [c.judged.difference.p_value if c.judged.difference else math.nan for c in contrasts]
@@ -47,7 +49,7 @@ def compare_runs(sides: Sides, axis: Axis | None = None) -> Comparison:
         sides=sides,
         at=at,
         fields=field_differences(sides),
-        warnings=[*warnings_of(sides), *_sizes_alone(sides)],
+        warnings=[*warnings_of(sides), *_sizes_alone(sides), *_other_lengths(sides, at)],
         contrasts=[
             replace(contrast, p_adjusted=p, contrasts=len(contrasts))
             for contrast, p in zip(contrasts, holm(p_values), strict=True)
@@ -65,12 +67,25 @@ def _sizes_alone(sides: Sides) -> Iterator[str]:
             yield f"only one of {baseline} and {name} has {'; '.join(alone)}: sizes are compared one by one"
 
 
+def _other_lengths(sides: Sides, at: At) -> Iterator[str]:
+    if _lengths_differ(sides):
+        meaning = "their budgets differ at the end" if at == END else "--at end compares their final values"
+        yield f"the sides have different lengths: {meaning}"
+
+
+def _lengths_differ(sides: Sides) -> bool:
+    return any(field.name in LENGTH_FIELDS for field in field_differences(sides))
+
+
 def sentence(contrast: Contrast) -> str:
     """The verdict in one sentence."""
     row, name, base = contrast.judged, contrast.candidate, contrast.baseline
     found, verdict = row.difference, contrast.verdict
     size = f"{contrast.size}: " if contrast.size else ""
-    where = "at the end" if row.at == END else f"at equal {NAMES[row.at]}"
+    where = f"at equal {NAMES[row.at]}"
+    if row.at == END:
+        differ = _lengths_differ({base: contrast.baseline_runs, name: contrast.candidate_runs})
+        where = f"at the end{' of runs of different lengths' * differ}"
     if row.amount == 0:
         where = "before the first step"
     if found is None:

@@ -15,12 +15,10 @@ from typing import Literal
 
 import numpy as np
 
-from gptlab.lab.run_record import AXES, Axis, RunRecord, is_broken
+from gptlab.lab.run_record import AXES, At, Axis, RunRecord, is_broken
 from gptlab.lab.sides import size_of
 from gptlab.lab.statistics import ALPHA, Difference, paired_difference, seeds_needed, unpaired_difference
 
-At = Axis | Literal["end"]
-"""Where runs are compared: at an equal amount, or at their ends."""
 Verdict = Literal["better", "worse", "undecided", "identical", "broken", "unknown"]
 END: Literal["end"] = "end"
 Runs = Sequence[RunRecord]

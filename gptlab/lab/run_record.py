@@ -23,6 +23,8 @@ from gptlab.runtime.records.run_directory import RunDirectory
 Axis = Literal["steps", "tokens", "seconds", "flops"]
 AXES: tuple[Axis, ...] = ("steps", "tokens", "seconds", "flops")
 """What runs can be compared at: optimizer steps, tokens, seconds of the training clock, FLOPs of the training."""
+At = Literal[Axis, "end"]
+"""Where runs are compared: at an equal amount, or at their ends."""
 
 NOT_COMPARED = frozenset({"schema_version", "run_dir", "seed", "log.to", "log.report", "runtime.threads"})
 """Fields in which repetitions of one experiment differ; threads, because a run takes fewer on a busy machine."""

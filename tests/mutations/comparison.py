@@ -32,6 +32,11 @@ MUTATIONS = [
         ["test_compare.py::TestAmounts::test_of_runs_that_end_within_one_step_are_their_final_values"],
     ),
     Mutation(
+        "a verdict at the end hides that budgets differ", "lab/compare.py",
+        "{' of runs of different lengths' * differ}", "",
+        ["test_compare.py::test_a_verdict_at_the_end_says_that_lengths_differ"],
+    ),
+    Mutation(
         "a run that exploded has its last value", "lab/run_record.py",
         "return run.exploded or not", "return not",
         ["test_compare.py::TestBrokenRuns::test_that_exploded_earlier_do_not_hold_up_the_others"],

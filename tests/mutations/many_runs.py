@@ -61,6 +61,11 @@ MUTATIONS = [
         ["test_sweep.py::TestCommand::test_json_says_why_there_is_no_comparison"],
     ),
     Mutation(
+        "a sweep over the length is compared before the longer run has decayed", "cli/sweep.py",
+        '"end" if lengths_of(sweep.vary) else None', "None",
+        ["test_sweep.py::TestCommand::test_lengths_are_compared_at_the_end"],
+    ),
+    Mutation(
         "a sweep of corpora does not warn that each validates on its own text", "cli/sweep.py",
         "data.val_source or held_out", "data.val_source",
         ["test_sweep.py::TestCommand::test_variants_that_will_not_be_compared_are_told_before_training"],

@@ -66,6 +66,11 @@ def test_runs_are_named_in_several_ways(words: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("runs")
+def test_final_values_can_be_asked_for(tmp_path: Path) -> None:
+    assert answer("runs", "--at", "end", "--plot", tmp_path / "new.svg")["at"] == "end"
+
+
+@pytest.mark.usefixtures("runs")
 def test_json_and_csv_have_the_documented_keys(tmp_path: Path) -> None:
     found = answer("runs", "--csv", tmp_path / "rows.csv")
     row = re.search(r"^\| `gptlab compare` \| (.*) \|$", CONTRACTS, re.MULTILINE)

@@ -173,6 +173,23 @@ def test_the_verdict_is_of_what_the_length_is_counted_in(tmp_path: Path, units: 
     assert compare_runs({"A": [a], "B": [b]}, "tokens").at == "tokens"
 
 
+def test_a_verdict_at_the_end_says_that_lengths_differ(tmp_path: Path) -> None:
+    sides = {"A": side(tmp_path, "a", {1: 1.2, 2: 1.3}), "B": [
+        run(tmp_path / f"b-{seed}", [4.0, 3.0, 2.0, bpb], seed=seed, horizon__amount=30)
+        for seed, bpb in ((1, 1.0), (2, 1.1))
+    ]}  # fmt: skip
+    equal, end = compare_runs(sides), compare_runs(sides, "end")
+    assert equal.at == "steps"
+    assert equal.warnings == ["the sides have different lengths: --at end compares their final values"]
+    assert end.warnings == ["the sides have different lengths: their budgets differ at the end"]
+    assert sentence(only(end)).startswith(
+        "B is better than A by 0.2000 ± 0.0000 bpb at the end of runs of different le"
+    )
+    same = compare_runs({name: side(tmp_path, f"same-{name}", {1: 1.2, 2: 1.3}) for name in "AB"}, "end")
+    assert same.warnings == []
+    assert sentence(only(same)).startswith("B and A have the same bpb at the end,")
+
+
 class TestSeeds:
     @pytest.mark.parametrize(
         ("a", "b", "pairs"),

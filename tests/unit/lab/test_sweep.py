@@ -359,6 +359,17 @@ class TestCommand:
         told = json.loads(command([*self.WORDS, "--json"])[1])
         assert (told["comparison"]["at"], told["not_compared"]) == ("seconds", None)
 
+    @pytest.mark.parametrize(
+        ("vary", "at"), [("minutes=1,2", "end"), ("horizon.amount=60,90", "end"), ("depth=2,3", "seconds")]
+    )
+    def test_lengths_are_compared_at_the_end(
+        self, vary: str, at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Launches(monkeypatch)
+        told = json.loads(command(["sweep", "quickstart", "--vary", vary, "--seeds", 1, "--json"])[1])
+        assert told["comparison"]["at"] == at
+
     def test_a_dry_run_trains_and_writes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         code, out, _ = command([*self.WORDS, "--dry-run"])
