@@ -17,6 +17,16 @@ MUTATIONS = [
         ["test_questions.py::test_half_of_the_cuts_are_where_the_candidate_gains"],
     ),
     Mutation(
+        "a value of another type crashes the program", "lab/experiments/trial.py",
+        "        check_values(one.fields)\n", "        pass\n",
+        ["test_trial.py::test_a_value_of_another_type_is_invalid"],
+    ),
+    Mutation(
+        "code that was changed may not take other values", "lab/experiments/trial.py",
+        'if variant_of(lab, one, experiments).code == lab.path / "code":', "if True:",
+        ["test_trial.py::TestCode::test_changed_code_may_take_other_values"],
+    ),
+    Mutation(
         "the diff that is kept lacks empty files", "lab/judge/tree_rules.py",
         "    if not (old or new):", "    if False:",
         ["test_tree_rules.py::test_the_diff_leads_from_one_to_the_other"],

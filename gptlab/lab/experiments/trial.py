@@ -35,7 +35,7 @@ from gptlab.lab.experiments.same_program import same_program
 from gptlab.lab.judge.audits import check_time, unchanged
 from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import why_not_isolated
-from gptlab.lab.judge.tree_rules import check_fields, check_tree
+from gptlab.lab.judge.tree_rules import check_fields, check_tree, check_values
 from gptlab.lab.racing import RaceRules, decide, level_of_next, seed_order
 from gptlab.lab.statistics import paired_difference
 from gptlab.runtime.files.plain_file import write_json_atomic, write_text_atomic
@@ -196,6 +196,8 @@ def _require_lawful(lab: Lab, number: int) -> Ruling | None:
     experiments = lab.ledger.experiments()
     one = experiments[number]
     check_fields(one.fields)
+    if variant_of(lab, one, experiments).code == lab.path / "code":  # changed code may take other values
+        check_values(one.fields)
     if not one.files:
         return None
     base = variant_of(lab, experiments[one.against], experiments).code
@@ -347,9 +349,8 @@ def _undisturbed(lab: Lab, number: int) -> Iterator[None]:
         return
     before, one = lab.ledger.path.read_bytes(), lab.ledger.experiments()[number]
     is_new = number >= FIRST and one.verdict is None
-    with unchanged(
-        [*(lab.private / name for name in SLICES), lab.path / "data", lab.path / "baseline", lab.path / "code"]
-    ):
+    own = (lab.path / name for name in ("data", "baseline", "code"))
+    with unchanged([*(lab.private / name for name in SLICES), *own]):
         yield
     after = lab.ledger.path.read_bytes()
     new = after[len(before) :]  # Other workers write of other experiments, and of a baseline's other seeds.

@@ -13,11 +13,12 @@ import io
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from gptlab.config.errors import UserError, cannot
-from gptlab.config.load import leaf_fields
+from gptlab.config.errors import ConfigError, UserError, cannot
+from gptlab.config.load import checked_value, leaf_fields
 from gptlab.config.run import RunConfig
 from gptlab.lab.judge.rules import RuleError
 
@@ -110,6 +111,17 @@ def check_fields(names: Iterable[str]) -> None:
                 raise RuleError("field", f"{name} cannot be changed: {why}")
         if name not in known:
             raise RuleError("field", f"{name} cannot be changed: no field of a run has this name")
+
+
+def check_values(fields: Mapping[str, Any]) -> None:
+    """RuleError (field) for a value that a field of this type cannot have in the judge's own code. `fields`: {name that
+    `check_fields` takes: value}."""
+    types = {"depth": int, **leaf_fields(RunConfig)}
+    for name, value in fields.items():
+        try:
+            checked_value(types[name], value, name)
+        except ConfigError as error:
+            raise RuleError("field", str(error)) from None
 
 
 def read_package(tree: Path) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from lab_world import formula, new_lab, quiet
+from lab_world import CRASHES, formula, new_lab, quiet
 
 from gptlab.cli import lab as command
 from gptlab.config.errors import UserError
@@ -114,9 +114,9 @@ def test_what_cannot_be_confirmed(lab: Lab, measured: Path) -> None:
         with pytest.raises(UserError, match=message):
             promote(lab, number, seeds=5, depth=None, say=quiet)
     with formula():
-        number = submit(lab, Proposal({"model.activation": "crash"}))
+        number = submit(lab, Proposal(CRASHES))
         finish(lab, number, quiet)
-        with pytest.raises(UserError, match=f"experiment {number} cannot be confirmed: with seed 10001, no such"):
+        with pytest.raises(UserError, match=f"experiment {number} cannot be confirmed: with seed 10001, the "):
             promote(lab, number, seeds=5, depth=None, say=quiet)
     folder = measured.parent / "fresh"
     if not folder.exists():

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from forked import Forked
-from lab_world import PAIRED_SD, bpb_of, formula, in_order, new_lab, quiet, told
+from lab_world import CRASHES, PAIRED_SD, bpb_of, formula, in_order, new_lab, quiet, told
 
 from gptlab.cli.lab import _seconds
 from gptlab.config.errors import UserError
@@ -189,6 +189,17 @@ def test_fields_that_the_judge_needs_cannot_be_proposed(lab: Lab) -> None:
     assert (verdict["verdict"], verdict["rule"]) == ("invalid", "field")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [("optim.muon.lr", "abc", "must be a number"), ("depth", 2.5, "must be a whole number"),
+     ("model.activation", "mine", "must be one of")],
+)  # fmt: skip
+def test_a_value_of_another_type_is_invalid(lab: Lab, field: str, value: object, why: str) -> None:
+    verdict = tried(lab, fields={field: value})
+    assert (verdict["verdict"], verdict["rule"]) == ("invalid", "field")
+    assert str(verdict["reason"]).startswith(f"{field} = {value!r}: {why}")
+
+
 def test_texts_that_utf_8_cannot_encode(lab: Lab) -> None:
     """A byte of a command line that is not UTF-8, half of a surrogate pair in JSON."""
     fields = {"model.activation": ["crash\ud800"], "\ud800": {"\udcff": 1}}
@@ -200,8 +211,8 @@ def test_texts_that_utf_8_cannot_encode(lab: Lab) -> None:
 
 
 def test_what_crashes(lab: Lab) -> None:
-    verdict = tried(lab, fields={"model.activation": "crash"})
-    assert (verdict["verdict"], verdict["reason"]) == ("crashed", "no such activation")
+    verdict = tried(lab, fields=CRASHES)
+    assert (verdict["verdict"], verdict["reason"]) == ("crashed", "the activation failed")
 
 
 def test_a_checkpoint_of_another_step_is_invalid(lab: Lab) -> None:
@@ -373,6 +384,11 @@ class TestCode:
         same = tried(lab, tree=lab.experiment(2) / "tree", fields={"optim.head.lr": -3.0})
         assert same["verdict"] == "discard"
         assert lab.ledger.experiments()[3].files == ()
+
+    def test_changed_code_may_take_other_values(self, lab: Lab, tmp_path: Path) -> None:
+        tree = self.changed(lab, tmp_path, "optim/schedule.py", "def lr_scale(", "EXTRA = 1\n\n\ndef lr_scale(")
+        assert tried(lab, tree=tree, fields={"model.activation": "mine", "optim.head.lr": 1.0})["verdict"] == "keep"
+        assert tried(lab, fields={"model.activation": "other"})["verdict"] == "discard"
 
     def test_comments_are_a_no_op(self, lab: Lab, tmp_path: Path) -> None:
         tree = self.changed(lab, tmp_path, "optim/schedule.py", "def lr_scale(", "# slower\n\n\ndef lr_scale(")
