@@ -217,7 +217,7 @@ def sized_by_measurement(
     FLOP/s depend on the size that is timed (twice as many at depth 4 as at depth 2, docs/LOG.md, 2026-11-22). So the
     recipe's guess, from the `limit` that is known of this machine, is timed, and then the size that follows, until the
     depth stays: on a CPU, where that takes a second (a minute with --compile on) and makes up for a moment in which
-    other programs were busy. A GPU compiles each size for a minute or two, more than one layer is worth: there, the
+    other programs were busy. A GPU compiles each size for tens of seconds, more than one layer is worth: there, the
     depth may be one too small or twice too large.
     """
     config = recipe(depth, limit)
