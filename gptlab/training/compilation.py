@@ -28,6 +28,7 @@ from gptlab.runtime.hardware.device import compiler_available, synchronize
 from gptlab.runtime.hardware.installed import cxx_compiler
 from gptlab.runtime.hardware.memory import ran_out_of_memory
 from gptlab.runtime.hardware.rng import capture_rng, restore_rng
+from gptlab.training.own_buffers import KeptBuffers
 from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction, gradients
 
@@ -227,9 +228,8 @@ def _what_failed(error: Exception) -> str:
 def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequences: int) -> None:
     """What `warm_up` runs."""
     rng, strategy = capture_rng(state.device), state.strategy
-    weights = (p.detach() for p in strategy.updated_weights())
-    kept = [*weights, *state.model.buffers(), *state.optimizer.state_tensors().values()]
-    copies = [tensor.to("cpu", copy=True) for tensor in kept]
+    kept = [*(p.detach() for p in strategy.updated_weights()), *state.optimizer.state_tensors().values()]
+    copies, buffers = [tensor.to("cpu", copy=True) for tensor in kept], KeptBuffers(state.model)
     try:
         gradients(state, _made_up_batch(state, config), passes.loss_sum, config, reduce=strategy.is_sharded)
         if passes.compiled and not strategy.is_sharded:
@@ -244,6 +244,7 @@ def run_once(state: TrainState, passes: Passes, config: RunConfig, eval_sequence
         with torch.no_grad():
             for tensor, copy in zip(kept, copies, strict=True):
                 tensor.copy_(copy)
+        buffers.put_back()
         restore_rng(rng, state.device)
         synchronize(state.device)
 

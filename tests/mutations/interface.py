@@ -53,7 +53,12 @@ MUTATIONS = [
     ),
     Mutation(
         "a warm-up counts in the buffers of own parts", "training/compilation.py",
-        "[*weights, *state.model.buffers(), *state", "[*weights, *state",
+        "        buffers.put_back()\n", "",
+        ["test_compiled_run.py::test_warm_up_leaves_no_trace"],
+    ),
+    Mutation(
+        "a buffer that a part has put in another's place stays", "training/own_buffers.py",
+        "            setattr(self._model.get_submodule(part), own_name, buffer)\n", "",
         ["test_compiled_run.py::test_warm_up_leaves_no_trace"],
     ),
     Mutation(
