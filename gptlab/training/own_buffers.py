@@ -6,7 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
+from gptlab.training.faults import Fault
+from gptlab.training.state import Finish, TrainState
+from gptlab.training.step import LossFunction, TrainStep, train_step
 
 
 class KeptBuffers:
@@ -30,3 +34,12 @@ def own_buffers(model: GPT) -> dict[str, Tensor]:
     """The buffers that a caller's parts have, by name."""
     buffers = model.named_buffers(remove_duplicate=False)
     return {name: buffer for name, buffer in buffers if name not in ("cos", "sin")}
+
+
+def step_with_buffers(state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish) -> TrainStep:
+    """`train_step`. A Fault leaves the buffers unchanged, too."""
+    buffers = KeptBuffers(state.model)
+    step = train_step(state, loss_sum, config, finish)
+    if isinstance(step.result, Fault):
+        buffers.put_back()
+    return step

@@ -62,6 +62,11 @@ MUTATIONS = [
         ["test_compiled_run.py::test_warm_up_leaves_no_trace"],
     ),
     Mutation(
+        "a skipped step stays in the buffers of own parts", "training/own_buffers.py",
+        "    if isinstance(step.result, Fault):\n", "    if False:\n",
+        ["test_own_buffers.py::test_a_skipped_step_leaves_them_as_they_were"],
+    ),
+    Mutation(
         "a part's own forward is not called, without a word", "model/changed.py",
         ' or "forward" in vars(part)', "",
         ["test_api.py::TestParts::test_a_change_that_training_would_not_follow_is_refused"],
