@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gptlab.config.errors import UserError
 from gptlab.model.gpt import GPT, MLP, Attention, Block, LayerNorm, Linear, RMSNorm
@@ -34,6 +34,25 @@ def apply_change(model: GPT, change: Callable[[GPT], None], seed: int, device: t
     _require_called(model)
     if frozen := next((name for name, weight in model.named_parameters() if not weight.requires_grad), None):
         raise UserError(f"change_model froze {frozen}: every parameter is trained; make it a buffer instead")
+    model.saved_shapes = _saved_shapes(model)
+
+
+def require_saved_shapes(model: GPT) -> None:
+    """UserError where a part has other weights or persistent buffers than after the change, or of other shapes: no
+    checkpoint of them could be loaded."""
+    was, now = model.saved_shapes, _saved_shapes(model)
+    if was == now:
+        return
+    name = next(name for name in {**was, **now} if was.get(name) != now.get(name))
+    before, after = (str(tuple(shapes[name])) if name in shapes else "not there" for shapes in (was, now))
+    raise UserError(
+        f"change_model: {name} was {before} at first and is {after} after a step, but a checkpoint is loaded into the "
+        "model as change_model makes it: keep its shape, or register it with persistent=False"
+    )
+
+
+def _saved_shapes(model: GPT) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in model.state_dict().items() if isinstance(value, Tensor)}
 
 
 def _require_called(model: GPT) -> None:

@@ -190,6 +190,7 @@ class GPT(nn.Module):
         self.platform = platform
         self.document_mask: DocumentMask | None = None
         self.is_replaced = False  # some of it, by a caller's change_model
+        self.saved_shapes: dict[str, torch.Size] = {}  # what a replaced model has to keep, so that it can be loaded
         rows, width = config.padded_vocab_size, config.n_embd
         value_width = config.kv_heads * config.head_dim
         self.token_embedding = Embedding(rows, width)

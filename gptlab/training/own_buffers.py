@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gptlab.config.run import RunConfig
+from gptlab.model.changed import require_saved_shapes
 from gptlab.model.gpt import GPT
 from gptlab.training.faults import Fault
 from gptlab.training.state import Finish, TrainState
@@ -37,9 +38,10 @@ def own_buffers(model: GPT) -> dict[str, Tensor]:
 
 
 def step_with_buffers(state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish) -> TrainStep:
-    """`train_step`. A Fault leaves the buffers unchanged, too."""
+    """`train_step`. A Fault leaves the buffers unchanged, too. UserError for buffers that cannot be saved."""
     buffers = KeptBuffers(state.model)
     step = train_step(state, loss_sum, config, finish)
     if isinstance(step.result, Fault):
         buffers.put_back()
+    require_saved_shapes(state.model)  # what cannot be saved ends the first step, and not the first load
     return step

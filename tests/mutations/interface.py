@@ -67,6 +67,11 @@ MUTATIONS = [
         ["test_own_buffers.py::test_a_skipped_step_leaves_them_as_they_were"],
     ),
     Mutation(
+        "a buffer that changes its shape is noticed by the first load", "training/own_buffers.py",
+        "    require_saved_shapes(state.model)", "    pass",
+        ["test_own_buffers.py::test_what_no_checkpoint_could_be_loaded_with_ends_the_run"],
+    ),
+    Mutation(
         "a part's own forward is not called, without a word", "model/changed.py",
         ' or "forward" in vars(part)', "",
         ["test_api.py::TestParts::test_a_change_that_training_would_not_follow_is_refused"],

@@ -1,9 +1,10 @@
-"""Buffers of a caller's parts: as if a skipped step had not been."""
+"""Buffers of a caller's parts: as if a skipped step had not been, and such that a checkpoint can be loaded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from gptlab.app.run.own_parts import OwnParts
 from gptlab.app.run.session import Session, open_session
+from gptlab.config.errors import UserError
 from gptlab.model.gpt import GPT, MLP
 from gptlab.runtime.hardware.device import Platform
 from gptlab.runtime.hardware.place import place_of
@@ -80,3 +82,41 @@ def test_a_skipped_step_leaves_them_as_they_were(folder: Path, platform: Platfor
     session.state.strategy.zero_grad()
     assert isinstance(step(session).result, Update)
     assert not torch.equal(mean, before)
+
+
+class Growing(MLP):
+    """Keeps one more number in each pass."""
+
+    is_there, persistent = True, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "history"):
+            self.register_buffer("history", torch.zeros(0), persistent=self.persistent)
+        self.history = torch.cat([self.history, x.detach().float().mean().view(1)])
+        return super().forward(x)
+
+
+def growing(model: GPT, *, is_there: bool, persistent: bool = True) -> None:
+    part: Any = model.blocks[0].mlp
+    part.__class__, part.persistent = Growing, persistent
+    if is_there:
+        part.register_buffer("history", torch.zeros(0), persistent=persistent)
+
+
+@pytest.mark.parametrize(("is_there", "before", "steps"), [(True, r"\(0,\)", 1), (False, "not there", 2)])
+def test_what_no_checkpoint_could_be_loaded_with_ends_the_run(
+    folder: Path, is_there: bool, before: str, steps: int
+) -> None:
+    """It was saved, and `--resume` and `load_run` refused each checkpoint."""
+    session = opened(folder, partial(growing, is_there=is_there))
+    for _ in range(steps - 1):
+        step(session)
+    said = rf"change_model: blocks\.0\.mlp\.history was {before} at first and is \({2 * steps},\) after a step"
+    with pytest.raises(UserError, match=said):
+        step(session)
+
+
+def test_what_no_checkpoint_holds_may_grow(folder: Path) -> None:
+    session = opened(folder, partial(growing, is_there=True, persistent=False))
+    for _ in range(2):
+        assert isinstance(step(session).result, Update)
