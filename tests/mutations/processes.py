@@ -59,6 +59,11 @@ MUTATIONS = [
         ["test_resume_step.py::test_torchrun_restarts_it_from_its_newest_checkpoint"],
     ),
     Mutation(
+        "a rank saves in the copy of the run that it was given", "app/run/earlier_run.py",
+        "            record.run = record.saves.run = attempt.run  # where", "            # where",
+        ["test_ranks.py::TestDamagedCheckpoints::test_all_fall_back_with_one_that_cannot_read_it"],
+    ),
+    Mutation(
         "every rank writes metrics", "app/run/run_session.py",
         "run.metrics_path if group.is_main else Path(os.devnull)", "run.metrics_path",
         ["test_distributed.py::TestWorldSizes::test_only_rank_0_speaks_and_writes"],

@@ -125,6 +125,33 @@ MUTATIONS = [
         ["test_train_on.py::test_a_signal_or_a_lost_rank_before_it_trains_on_leaves_it_as_it_was"],
     ),
     Mutation(
+        "a finished run is its next command's before that can train", "app/run/run_session.py",
+        '    elif earlier.run.recorded().get("status") != "finished":\n', "    else:\n",
+        ["test_train_on.py::test_what_ends_it_while_it_gets_ready_leaves_it_as_it_was"],
+    ),
+    Mutation(
+        "a resume is recorded before its state is there", "app/run/earlier_run.py",
+        "        checkpoint = self.checkpoint\n        if checkpoint is not None:\n            with",
+        "        checkpoint = self.checkpoint\n        self._record(session, attempt, record, facts, evidence)\n"
+        "        if checkpoint is not None:\n            with",
+        ["test_train_on.py::test_what_ends_it_while_it_gets_ready_leaves_it_as_it_was"],
+    ),
+    Mutation(
+        "a killed run whose warm-up fails is still running", "app/run/run_session.py",
+        "        attempt.run = earlier.run\n", "        pass\n",
+        ["test_train_on.py::test_an_unfinished_run_whose_warm_up_fails_has_failed"],
+    ),
+    Mutation(
+        "a resumed run forgets the rows that fit", "app/run/earlier_run.py",
+        '    names |= {"batch.micro_sequences"}', "    pass",
+        ["test_micro_batch.py::test_a_resumed_run_records_what_fits_once_it_trains"],
+    ),
+    Mutation(
+        "checkpoints of a run with a new length name the old one", "app/run/earlier_run.py",
+        '        about["run"] = self.run.identity(session.data.fingerprint)\n', "",
+        ["test_train_on.py::test_it_is_the_longer_run_bit_for_bit_where_the_schedule_allows"],
+    ),
+    Mutation(
         "a run that has its new length is still a finished one for a signal", "app/run/earlier_run.py",
         "        attempt.run = self.run  # not before it has its new length, without which the same command would be "
         "refused\n        _record_resume(self.run, facts, evidence, self.checkpoint, console)\n",

@@ -60,7 +60,7 @@ class Attempt:
     """Whether the process belongs to gptlab: failed training is then an exit code and not an exception."""
     config: RunConfig | None = None
     run: RunDirectory | None = None
-    """None: there is no run folder yet, or nothing is recorded in it yet that this command resumes it."""
+    """None: there is no run folder yet, or that of a finished run, where nothing is recorded of this command yet."""
     resumes: str | None = None
     """The folder of the run that was asked to be resumed."""
     group: Group = field(default_factory=Group)

@@ -38,7 +38,6 @@ from gptlab.runtime.records.run_directory import RunDirectory, recorded_id
 from gptlab.training.checkpoint.load import Checkpoint, load_to_train_on, select_checkpoint, verify_checkpoint
 from gptlab.training.checkpoint.names import candidates, list_checkpoints, step_of
 from gptlab.training.recorder import CLOSING_DECIMALS, Recorder, show_closing_block
-from gptlab.training.state import TrainState
 
 
 @dataclass(slots=True)
@@ -51,7 +50,7 @@ class EarlierRun:
     checkpoint: Checkpoint | None = None
     """Where a resumed run continues. None: it starts at step 0, since it ended before its first checkpoint."""
     goes_back: bool = False
-    """Whether `checkpoint` was asked for by its step: `record` sets those of later steps aside."""
+    """Whether `checkpoint` was asked for by its step: `resume` sets those of later steps aside."""
     asked: Mapping[str, Any] = field(default_factory=dict)
     """{dotted field: value} that the request to repeat it changes."""
 
@@ -70,11 +69,44 @@ class EarlierRun:
         for line in what_differs(self.run, facts, self.asked, any_world_size=any_world_size, resumes=resumes):
             console.warn(line)
 
-    def record(self, session: Session, facts: Facts, evidence: Evidence, attempt: Attempt) -> None:
+    def warn_of_implementations(self, found: Mapping[str, str], console: Console) -> None:
+        """Warn where what computes the run is not what computed the checkpoint, or the run that is repeated."""
+        if self.stored is None:
+            before, of = self.run.recorded(), str(self.run.path)
+        else:
+            before, of = {} if self.checkpoint is None else self.checkpoint.state, "the checkpoint"
+        if what := implementations_changed(before.get("implementations"), found):
+            console.warn(f"not computed as {of} was ({what}): close to, not bit for bit")
+
+    def resume(self, session: Session, attempt: Attempt, record: Recorder, facts: Facts, evidence: Evidence) -> None:
+        """Put the state where the checkpoint left it. Then, and no earlier, record in the run folder that this process
+        resumes the run, and put its files and clocks there too, or begin again where there is no checkpoint. UserError
+        for the intact checkpoint (of untrusted origin) of a state that gptlab did not write."""
+        checkpoint = self.checkpoint
+        if checkpoint is not None:
+            with checkpoint.reading_state():
+                session.state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
+                record.off_clock.add_earlier(checkpoint.state["off_clock"])
+        if session.group.is_main:
+            self._record(session, attempt, record, facts, evidence)
+        if session.group.size > 1:
+            attempt.share_run_folder()
+            assert attempt.run is not None
+            record.run = record.saves.run = attempt.run  # where a rank was given another folder
+        if checkpoint is None:
+            record.begin_again()
+            return
+        with checkpoint.reading_state():
+            record.cut_to(checkpoint)
+        if session.group.is_main:
+            record.saves.catch_up(session.state, checkpoint.path)
+
+    def _record(self, session: Session, attempt: Attempt, record: Recorder, facts: Facts, evidence: Evidence) -> None:
         """Record in the run folder, from here on the attempt's, that this process resumes the run, and write again what
         is lost. On rank 0."""
         assert self.stored is not None
-        console = attempt.console
+        console, about = attempt.console, record.saves.about_run
+        facts = {**facts, "implementations": about["implementations"]}
         _restore_tokenizer(self.run, session.data.tokenizer, console)
         if self.checkpoint is not None and self.goes_back:
             _set_later_checkpoints_aside(self.run, self.checkpoint.step, console)
@@ -83,42 +115,8 @@ class EarlierRun:
         attempt.run = self.run  # not before it has its new length, without which the same command would be refused
         _record_resume(self.run, facts, evidence, self.checkpoint, console)
         _change_fields(self.run, session.config, self.stored, self.checkpoint, console)
+        about["run"] = self.run.identity(session.data.fingerprint)
         attempt.job.will_begin(self.run.path)  # not before the later checkpoints are aside
-
-    def record_implementations(self, found: Mapping[str, str], run: RunDirectory | None, console: Console) -> None:
-        """Record in `run` what computes it (None: another rank does), and warn where it is not what computed the
-        checkpoint, or the run that is repeated."""
-        if self.stored is None:
-            before, of = self.run.recorded(), str(self.run.path)
-        else:
-            before, of = {} if self.checkpoint is None else self.checkpoint.state, "the checkpoint"
-        if run is not None:
-            resumes = run.recorded().get("resumes")
-            if isinstance(resumes, list) and resumes:  # by `record`
-                run.set_status("running", resumes=[*resumes[:-1], resumes[-1] | {"implementations": found}])
-            else:
-                run.set_status("running", implementations=found)
-        if what := implementations_changed(before.get("implementations"), found):
-            console.warn(f"not computed as {of} was ({what}): close to, not bit for bit")
-
-    def restore(self, state: TrainState, record: Recorder) -> None:
-        """Put the state, the files of the run and its clocks where the checkpoint left them, or begin again where there
-        is none. UserError for the intact checkpoint (of untrusted origin) of a state that gptlab did not write."""
-        checkpoint = self.checkpoint
-        if checkpoint is None:
-            record.begin_again()
-            return
-        try:
-            state.restore(checkpoint.model, checkpoint.optimizer, checkpoint.state)
-            record.cut_to(checkpoint)
-            record.off_clock.add_earlier(checkpoint.state["off_clock"])
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise UserError(
-                f"cannot resume from {checkpoint.path}: its state was not written by gptlab "
-                f"({type(error).__name__}: {error})"
-            ) from error
-        if record.group.is_main:
-            record.saves.catch_up(state, checkpoint.path)
 
 
 def open_repeated(request: RunRequest, attempt: Attempt) -> EarlierRun:
@@ -345,6 +343,7 @@ def _change_fields(
     """Make the new values of `changeable_fields` those of the run, and warn of them."""
     new, old = flatten(config_to_json(config)), flatten(config_to_json(was))
     names = changeable_fields(config.faults.spike_factor) | changeable_fields(was.faults.spike_factor)
+    names |= {"batch.micro_sequences"}  # which the warm-up may have lowered
     changed = [name for name in old if name in names and new[name] != old[name]]
     if not changed:
         return

@@ -69,9 +69,9 @@ def _planned(config: RunConfig, place: Place, console: Console) -> RunConfig:
     return config
 
 
-def until_it_fits(session: Session, record: Recorder, *, step: int) -> None:
-    """Repeat the warm-up with ever fewer rows until it has enough memory, and keep their number in the run's
-    configuration. `step`: where the run continues.
+def until_it_fits(session: Session, record: Recorder, *, is_resumed: bool) -> None:
+    """Repeat the warm-up with ever fewer rows until it has enough memory, and keep their number in the session's
+    configuration, and in the run's unless it `is_resumed`, which writes it later.
 
     The error stays where the rows must not change (`parallel.exact_any_world_size`), where one row is too much, and
     where ranks compute together and one that fails leaves the others waiting.
@@ -91,16 +91,16 @@ def until_it_fits(session: Session, record: Recorder, *, step: int) -> None:
         if session.place.device.type == "cuda":
             torch.cuda.empty_cache()
             forget_peak_memory(session.place.device)
-        _use_fewer_rows(session, record, step)
+        _use_fewer_rows(session, record, is_resumed)
 
 
-def _use_fewer_rows(session: Session, record: Recorder, step: int) -> None:
+def _use_fewer_rows(session: Session, record: Recorder, is_resumed: bool) -> None:
     rows = session.config.batch.micro_sequences
     batch = replace(session.config.batch, micro_sequences=fewer_micro_sequences(rows))
     session.config = config = replace(session.config, batch=batch)
     session.state.loader.cut(batch.micro_sequences, config.micro_batches)
-    if session.group.is_main:
-        change_config(record.run, record.run.read_config() | {"batch": config_to_json(config)["batch"]}, step=step)
+    if session.group.is_main and not is_resumed:
+        change_config(record.run, record.run.read_config() | {"batch": config_to_json(config)["batch"]}, step=0)
         record.saves.about_run["run"] = record.run.identity(session.data.fingerprint)
     record.console.warn(
         f"out of memory with batch.micro_sequences = {rows}: now {batch.micro_sequences}, in {config.micro_batches} "

@@ -79,16 +79,17 @@ def train(
         require_agreement(session, facts, console)
     describe(session, console, machine)
 
-    # The run folder, from here on this run's.
-    if earlier is not None and earlier.stored is not None:  # resumed: the folder is locked
+    # The run folder, from here on this run's. A finished run, which may get another length, stays as it is until its
+    # first step can begin; any other one has failed if it cannot.
+    if earlier is None or earlier.stored is None:
         if group.is_main:
-            earlier.record(session, facts, evidence, attempt)
-    elif group.is_main:
-        make_run_directory(session, attempt, facts, evidence, machine)
-    if group.size > 1:
-        attempt.share_run_folder()
+            make_run_directory(session, attempt, facts, evidence, machine)
+        if group.size > 1:
+            attempt.share_run_folder()
+    elif earlier.run.recorded().get("status") != "finished":
+        attempt.run = earlier.run
     try:
-        return run_session(session, attempt, earlier)
+        return run_session(session, attempt, earlier, facts, evidence)
     except TrainingFailed as error:
         return attempt.failed(error)
 
@@ -203,11 +204,15 @@ def make_run_directory(
     attempt.held.enter_context(attempt.run.lock())
 
 
-def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) -> Result:
-    """Train the session in the attempt's run folder, from the start or from a checkpoint. `earlier`: the run that is
-    resumed or repeated. With several processes only rank 0 writes."""
-    assert attempt.run is not None
-    config, state, group, run, console = session.config, session.state, session.group, attempt.run, attempt.console
+def run_session(
+    session: Session, attempt: Attempt, earlier: EarlierRun | None, facts: Mapping[str, object], evidence: Evidence
+) -> Result:
+    """Train the session in the run folder, from the start or from a checkpoint. `earlier`: the run that is resumed or
+    repeated. With several processes only rank 0 writes."""
+    resumed = None if earlier is None or earlier.stored is None else earlier
+    run = attempt.run if resumed is None else resumed.run
+    assert run is not None
+    config, state, group, console = session.config, session.state, session.group, attempt.console
     on_line = None if attempt.parts is None else attempt.parts.on_line(state.device)
     metrics = MetricsLog(run.metrics_path if group.is_main else Path(os.devnull), on_line)
     off_clock = OffClock(attempt.started)
@@ -216,10 +221,10 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
         record = _recorder(session, output, saves, attempt.signals)
         try:
             compile_seconds = _warm_up(session, record, earlier)
-            if earlier is None:
+            if resumed is None:
                 console.open_log(run.log_path)
             else:
-                earlier.restore(state, record)
+                resumed.resume(session, attempt, record, facts, evidence)
             saves.reserve(state)
             startup_seconds = time.perf_counter() - off_clock.started - compile_seconds
             off_clock.compile_seconds += compile_seconds
@@ -236,7 +241,8 @@ def run_session(session: Session, attempt: Attempt, earlier: EarlierRun | None) 
                 summary = record.finish_run(state)
         except BaseException as error:
             attempt.config = session.config  # which the warm-up may have changed
-            _record_failure(error, session, record)
+            if attempt.run is not None:
+                _record_failure(error, session, record)
             raise
         if group.is_main:
             run.set_status(ended)
@@ -344,8 +350,8 @@ def _warm_up(session: Session, record: Recorder, earlier: EarlierRun | None) -> 
     if "attention" in found:
         console.line(f"attention: {found['attention']}")
     if earlier is not None:
-        earlier.record_implementations(found, record.run if group.is_main else None, console)
-    elif group.is_main:
+        earlier.warn_of_implementations(found, console)
+    if group.is_main and (earlier is None or earlier.stored is None):
         record.run.set_status("running", implementations=found)
     return seconds
 
@@ -360,8 +366,7 @@ def _compile(session: Session, record: Recorder, earlier: EarlierRun | None) -> 
             return
         from gptlab.app.run.micro_batch import until_it_fits
 
-        step = 0 if earlier is None or earlier.checkpoint is None else earlier.checkpoint.step
-        until_it_fits(session, record, step=step)
+        until_it_fits(session, record, is_resumed=earlier is not None and earlier.stored is not None)
 
 
 def _record_failure(error: BaseException, session: Session, record: Recorder) -> None:

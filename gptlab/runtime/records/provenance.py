@@ -54,7 +54,7 @@ _ZIP_DATE = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip can hold: the same 
 
 RESUME_FACTS = (
     "start", "argv", "gptlab_version", "git_commit", "git_dirty", "code_fingerprint", "python_version", "torch_version",
-    "cuda_version", "platform", "cpu", "device", "device_name", "dtype", "threads", "world_size",
+    "cuda_version", "platform", "cpu", "device", "device_name", "dtype", "threads", "world_size", "implementations",
 )  # fmt: skip
 """What run.json keeps of each process that resumed the run."""
 

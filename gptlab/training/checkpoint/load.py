@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,16 @@ class Checkpoint:
     optimizer: dict[str, Tensor]
     state: dict[str, Any]
     path: Path
+
+    @contextmanager
+    def reading_state(self) -> Iterator[None]:
+        """Within the context, what an intact checkpoint (of untrusted origin) lacks or has wrong is a UserError."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise UserError(
+                f"cannot resume from {self.path}: its state was not written by gptlab ({type(error).__name__}: {error})"
+            ) from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

@@ -72,6 +72,21 @@ def test_halved_until_it_fits_and_kept(folder: Path, monkeypatch: pytest.MonkeyP
     assert losses(folder / "found") == whole
 
 
+def test_a_resumed_run_records_what_fits_once_it_trains(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, more = folder / "resumed", {"checkpoint.keep_last": 9}
+    assert command(["train", *arguments(folder, run.name, FIELDS | more)])[0] == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    resumed = ["train", "--resume", run, "--resume-from-step", "2"]
+    tried = with_room_for(0, monkeypatch)
+    assert (command(resumed)[0], tried) == (2, [4, 2, 1])
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    tried = with_room_for(1, monkeypatch)
+    assert (command(resumed)[0], tried) == (0, [4, 2, 1])
+    (change,) = json.loads((run / "run.json").read_text())["config_changes"]
+    assert (change["step"], change["fields"]) == (2, {"batch.micro_sequences": [4, 1]})
+    assert (command(resumed)[0], tried) == (0, [4, 2, 1, 1])
+
+
 @pytest.mark.parametrize("changes", [{"batch.micro_sequences": 1}, {"parallel.exact_any_world_size": True}])
 def test_what_must_not_be_halved_ends_with_the_advice(
     folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]

@@ -19,6 +19,7 @@ from gptlab.config.recipes import RECIPES, configure
 from gptlab.config.run import Horizon, HorizonUnit
 from gptlab.lab.experiments.runs import drop_moments
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
+from gptlab.runtime.records.run_directory import RunDirectory
 
 CONSTANT = {"schedule.warmup_fraction": 0.0, "schedule.warmdown_fraction": 0.0, "schedule.weight_decay_final": 1.0}
 """The same rates whatever the length, so that a run that trains on must be the longer run, bit for bit."""
@@ -35,7 +36,10 @@ def test_it_is_the_longer_run_bit_for_bit_where_the_schedule_allows(folder: Path
     for kind, key in (("train", "loss"), ("train", "grad_norm")):
         long, short = ([line[key] for line in lines_of(folder / name, kind)] for name in ("long", "short"))
         assert short == long
-    assert json.loads((folder / "short" / "config.json").read_text())["horizon"]["amount"] == 10
+    config = json.loads((folder / "short" / "config.json").read_text())
+    assert config["horizon"]["amount"] == 10
+    last = folder / "short" / "checkpoints" / "step-00000010" / "state.json"
+    assert json.loads(last.read_text())["run"]["config"] == config
     (change,) = json.loads((folder / "short" / "run.json").read_text())["config_changes"]
     assert (change["step"], change["fields"]) == (5, {"horizon.amount": [5.0, 10.0]})
     assert json.loads((folder / "short" / "summary.json").read_text())["num_steps"] == 10
@@ -202,6 +206,38 @@ def test_a_signal_or_a_lost_rank_before_it_trains_on_leaves_it_as_it_was(
     assert json.loads((run / "summary.json").read_text())["num_steps"] == (4 if words[0] == "--steps" else 2)
 
 
+@pytest.mark.parametrize("place", ["gptlab.app.run.run_session._warm_up", "gptlab.training.state.TrainState.restore"])
+@pytest.mark.parametrize("words", [["--steps", "4"], ["--resume-from-step", "1"]])
+def test_what_ends_it_while_it_gets_ready_leaves_it_as_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], place: str
+) -> None:
+    """It had failed then, or was preempted, at a length that it was never trained to and that nothing could undo; later
+    checkpoints were aside."""
+    run = train(folder, f"ready{words[0]}{place}", steps=2, checkpoint__every_steps=1, checkpoint__keep_last=9)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with monkeypatch.context() as patch:
+        patch.setattr(place, Mock(side_effect=UserError("no compiler")))
+        assert command(["train", "--resume", run, *words])[0] == 2
+        patch.setattr(place, lambda *_: signal.raise_signal(signal.SIGTERM))
+        code, out, _ = command(["train", "--resume", run, *words])
+        said = f"SIGTERM: stopped while preparing; {run} is unchanged: the same command continues it"
+        assert (code, out.splitlines()[-1]) == (75, said)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert command(["train", "--resume", run])[0] == 0
+    assert command(["train", "--resume", run, *words])[0] == 0
+
+
+def test_an_unfinished_run_whose_warm_up_fails_has_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left as running, a job script would queue it again and again (docs/cluster.md)."""
+    run = train(folder, "killed", steps=2)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    monkeypatch.setattr("gptlab.app.run.run_session._warm_up", Mock(side_effect=UserError("no compiler")))
+    assert command(["train", "--resume", run])[0] == 2
+    record = json.loads((run / "run.json").read_text())
+    assert (record["status"], record["failure"]["reason"]) == ("failed", "no compiler")
+
+
 def test_what_fails_right_after_it_has_its_new_length_is_continued(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,7 +247,7 @@ def test_what_fails_right_after_it_has_its_new_length_is_continued(
     (run / "run.json").write_text(json.dumps(record | {"end": "2026-01-01T00:00:00+00:00"}))
     with monkeypatch.context() as patch:
         full = Mock(side_effect=UserError("No space left on device"))
-        patch.setattr("gptlab.app.run.earlier_run._record_resume", full)
+        patch.setattr(RunDirectory, "set_status", full)
         assert command(["train", "--resume", run, "--steps", "4"])[0] == 2
     assert command(["train", "--resume", run, "--steps", "4"])[0] == 0
     assert json.loads((run / "summary.json").read_text())["num_steps"] == 4
