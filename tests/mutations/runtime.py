@@ -16,6 +16,11 @@ MUTATIONS = [
         ["test_run_directory.py::test_who_reads_the_record_on_windows_does_not_end_the_run"],
     ),
     Mutation(
+        "a TOML file with a byte-order mark is refused", "runtime/files/plain_file.py",
+        'MAX_TOML_BYTES).decode("utf-8-sig")', 'MAX_TOML_BYTES).decode("utf-8")',
+        ["test_config_load.py::TestToml::test_a_byte_order_mark_is_dropped"],
+    ),
+    Mutation(
         "a program that has just ended costs a run its threads", "runtime/hardware/cpu.py",
         "return None if now == cores else max(for_a_minute, now)", "return for_a_minute",
         ["test_machine_load.py::test_other_programs_keep_the_cores_that_they_use"],

@@ -173,7 +173,7 @@ def parse_json(text: bytes) -> Any:
 def load_toml(path: str | Path) -> dict[str, Any]:
     """A TOML file as {dotted name: value}. Names may have dashes; the caller checks them."""
     try:
-        text = read_plain(Path(path), MAX_TOML_BYTES).decode("utf-8")
+        text = read_plain(Path(path), MAX_TOML_BYTES).decode("utf-8-sig")  # a byte-order mark is no part of it
         keys_and_numbers = re.split(r"[=,{}\[\]\n]", _TOML_TEXT.sub("_", text))
         if any(part.count(".") >= MAX_TOML_KEY_PARTS for part in keys_and_numbers):
             raise RecursionError

@@ -178,6 +178,12 @@ class TestToml:
         )
         assert load_toml(path) == {"a": f'{dots}" {dots}', "b": dots, "c": f"{dots}\n{dots}"}
 
+    def test_a_byte_order_mark_is_dropped(self, tmp_path: Path) -> None:
+        """Windows editors write it."""
+        path = tmp_path / "run.toml"
+        path.write_bytes(b"\xef\xbb\xbfdepth = 4\r\n")
+        assert load_toml(path) == {"depth": 4}
+
     def test_what_cannot_be_read_is_one_line_with_the_path(self, tmp_path: Path) -> None:
         broken, binary, missing = tmp_path / "broken.toml", tmp_path / "binary.toml", tmp_path / "missing.toml"
         broken.write_text("depth = = 4", encoding="utf-8")
