@@ -6,6 +6,11 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "less than 0.05 GiB that was not there is 0.0 GiB", "runtime/hardware/memory.py",
+        'f"{size / 2**20:.1f} MiB"', 'f"{size / 2**30:.1f} GiB"',
+        ["test_out_of_memory.py::TestAdvice::test_bytes_are_told_in_larger_units"],
+    ),
+    Mutation(
         "memory that is too little for one row is explained with the rows of the recipe", "app/run/run_session.py",
         "attempt.config = session.config  # which", "pass  # which",
         ["test_micro_batch.py::test_where_one_row_is_too_much_the_advice_is_about_the_model"],

@@ -78,8 +78,8 @@ def _beginning(error: BaseException) -> str:
     wanted = next((found[1] for link in _chain(error) if (found := _WANTED.search(str(link)))), None)
     if wanted is None:
         return "out of memory"
-    if wanted.endswith("bytes"):
-        wanted = f"{int(wanted.split()[0]) / 2**30:.1f} GiB"
+    if wanted.endswith("bytes") and (size := int(wanted.split()[0])) >= 2**20:
+        wanted = f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
     return f"out of memory (the last {wanted} were not there)"
 
 

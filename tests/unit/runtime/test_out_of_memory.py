@@ -92,8 +92,10 @@ class TestAdvice:
     def test_a_larger_validation(self) -> None:
         assert "eval.micro_sequences = 64 is more than training's: lower it first" in self.advice(16, eval_rows=64)
 
-    def test_bytes_are_told_in_gibibytes(self) -> None:
-        assert "(the last 4.0 GiB were not there)" in what_to_lower(RuntimeError(CPU), RunConfig(), None)
+    @pytest.mark.parametrize(("size", "told"), [(2**32, "4.0 GiB"), (2**20 * 48, "48.0 MiB"), (8, "8 bytes")])
+    def test_bytes_are_told_in_larger_units(self, size: int, told: str) -> None:
+        error = RuntimeError(CPU.replace(str(2**32), str(size)))
+        assert f"(the last {told} were not there)" in what_to_lower(error, RunConfig(), None)
 
 
 class TestRun:
