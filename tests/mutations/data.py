@@ -97,6 +97,11 @@ MUTATIONS = [
         ["test_corpus.py::test_runs_and_labs_are_no_part_of_a_corpus"],
     ),
     Mutation(
+        "a glob passes over folders that cannot be listed", "data/corpus/corpus_files.py",
+        "_cannot_list(error)  # glob passes over it", "pass",
+        ["test_corpus.py::test_a_folder_that_cannot_be_listed_is_refused"],
+    ),
+    Mutation(
         "of two Parquet columns with one name none is refused", "data/corpus/corpus_files.py",
         "if (n_columns := names.count(column)) > 1:", "if (n_columns := names.count(column)) > 2:",
         ["test_corpus.py::test_two_parquet_columns_of_the_same_name"],

@@ -125,10 +125,17 @@ def folder_files(root: Path) -> tuple[list[DocumentFile], Counter[str]]:
 
 def glob_files(pattern: str) -> tuple[list[DocumentFile], Counter[str]]:
     """Files of known formats that match, each once, however many links lead to it, and which folders of theirs are left
-    out (what -> count). The names are relative to the folder before the first wildcard."""
+    out (what -> count). The names are relative to the folder before the first wildcard. UserError for a folder that
+    cannot be listed."""
     parts = Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
+    searched = {Path(*parts[: i + (part == "**")]) for i, part in enumerate(parts) if glob.has_magic(part)}
+    for folder in (found for path in searched for found in glob.glob(os.path.join(path, ""), recursive=True)):
+        try:
+            os.scandir(Path(folder)).close()
+        except OSError as error:
+            _cannot_list(error)  # glob passes over it
     paths = [Path(match) for match in glob.glob(pattern, recursive=True)]
     paths = [path for path in paths if path.is_file() and format_suffix(path) in KNOWN_SUFFIXES]
     folders = {folder for path in paths for folder in path.parents if folder.is_relative_to(root)} - {root}

@@ -134,7 +134,10 @@ def test_runs_and_labs_are_no_part_of_a_corpus(tmp_path: Path) -> None:
     assert refusal(tmp_path / "runs" / "*" / "*.txt").endswith("(.gz .zst); not read: 1 run or lab folder")
 
 
-def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pattern", ["", "**", "**/*.txt", "*/b.*", "s*/**", "sub/*"])
+def test_a_folder_that_cannot_be_listed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.txt").write_text("a")
 
@@ -145,7 +148,8 @@ def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: 
 
     listed = os.scandir
     monkeypatch.setattr(os, "scandir", scandir)
-    assert refusal(tmp_path) == f"cannot list the folder {tmp_path / 'sub'}: Permission denied"
+    assert refusal(tmp_path / pattern) == f"cannot list the folder {tmp_path / 'sub'}: Permission denied"
+    assert documents(tmp_path / "*.txt") == ["a"]
 
 
 def test_parquet_with_many_row_groups_and_string_types(tmp_path: Path) -> None:
