@@ -6,6 +6,11 @@ from .mutation import Mutation
 
 MUTATIONS = [
     Mutation(
+        "what a kernel made with too little memory is taken for its result", "model/kernels/library.py",
+        "if functions.memory_ran_out():", "if False:",
+        ["test_out_of_memory.py::test_too_little_for_a_kernel"],
+    ),
+    Mutation(
         "less than 0.05 GiB that was not there is 0.0 GiB", "runtime/hardware/memory.py",
         'f"{size / 2**20:.1f} MiB"', 'f"{size / 2**30:.1f} GiB"',
         ["test_out_of_memory.py::TestAdvice::test_bytes_are_told_in_larger_units"],

@@ -17,10 +17,10 @@
 // bits depend neither on the number of threads nor, without dropout, on the rest of the batch.
 
 #include "products.h"
+#include "scratch.h"
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 
 namespace {
 
@@ -421,15 +421,15 @@ extern "C" {
 
 // key_offset: 1 or 0; dropout: in [0, 1]; seed: which weights it zeroes.
 void attention_forward(const real* heads, real* y, float* lse, long batch, long tokens, long n_head, long n_kv_head,
-                       long width, long window, long key_offset, float dropout, long seed, long threads) {
+                       long width, long window, long key_offset, float dropout, long seed, long threads) try {
     const Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
     forward(heads, y, lse, s, threads);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 
 void attention_backward(const real* heads, const real* y, const float* lse, const real* dy, real* dheads,
                         long batch, long tokens, long n_head, long n_kv_head, long width, long window, long key_offset,
-                        float dropout, long seed, long threads) {
+                        float dropout, long seed, long threads) try {
     const Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
     backward(heads, y, lse, dy, dheads, s, threads);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 }

@@ -4,6 +4,7 @@
 // float32 or bfloat16, and everything else is float32. A thread computes whole outputs, each in a fixed order: the bits
 // of a row depend neither on the number of threads nor on the other rows.
 
+#include "scratch.h"
 #include "vectors.h"
 
 #include <algorithm>
@@ -271,10 +272,10 @@ void step(const Model& m, long rows, const long* tokens, const long* positions, 
 // tokens, positions, starts: (rows,), the first column of each row. Writes `column` of every cache and logits (rows,
 // head.outputs), before a softcap.
 extern "C" void decode_step(const Model* model, long rows, const long* tokens, const long* positions,
-                            const long* starts, long column, float* logits, int threads) {
+                            const long* starts, long column, float* logits, int threads) try {
     long most = 0;
     for (long l = 0; l < model->n_layer; ++l) most = std::max(most, model->layers[l].heads.outputs);
     std::vector<float> shared(rows * (4 * model->channels + most + model->layers[0].up.outputs));
 #pragma omp parallel num_threads(threads)
     step(*model, rows, tokens, positions, starts, column, logits, shared.data(), most);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }

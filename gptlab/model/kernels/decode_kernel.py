@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gptlab.config.model import Activation
-from gptlab.model.kernels.library import Library, load_built
+from gptlab.model.kernels.library import Library, load_built, require_memory
 
 _SOURCE = Path(__file__).with_name("decode_kernel.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC")
@@ -73,7 +73,7 @@ class DecodeKernel:
     ) -> None:
         config = model.config
         self._kept: list[Tensor] = []
-        self._step, self._vocab_size = load_decode_kernel().functions.decode_step, len(head)
+        self._functions, self._vocab_size = load_decode_kernel().functions, len(head)
         blocks = [
             _Layer(
                 self._linear(layer.heads, layer.heads_bias), self._linear(layer.attention_out, layer.attention_bias),
@@ -95,14 +95,16 @@ class DecodeKernel:
         )  # fmt: skip
 
     def step(self, tokens: Sequence[int], positions: Sequence[int], starts: Sequence[int], column: int) -> Tensor:
-        """Logits (B, V) in float32 before the softcap; writes `column` of the cache."""
+        """Logits (B, V) in float32 before the softcap; writes `column` of the cache. MemoryError if it finds too little
+        memory."""
         rows = len(tokens)
         logits = torch.empty(rows, self._vocab_size, dtype=torch.float32)
         longs = _LONG * rows
-        self._step(
+        self._functions.decode_step(
             ctypes.byref(self._model), rows, longs(*tokens), longs(*positions), longs(*starts), column,
             logits.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
+        require_memory(self._functions, "decode_step")
         return logits
 
     def _address(self, tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from gptlab.config.model import Activation
 from gptlab.model.kernels import torch_ops
-from gptlab.model.kernels.library import Library, kernel_library
+from gptlab.model.kernels.library import Library, kernel_library, require_memory
 from gptlab.model.kernels.shapes import checked_targets, key_value_heads, require_head, require_shape, require_width
 
 _UNLIMITED = 2**62
@@ -381,9 +381,10 @@ def _floats(tensor: Tensor | None) -> Tensor | None:
 
 def _call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) -> None:
     """Call a function for activations of `dtype`, with the number of threads as the last argument. None: one for
-    float32 logits, which is there whatever the type of activations."""
+    float32 logits, which is there whatever the type of activations. MemoryError if it finds too little memory."""
     library = loaded if dtype is None else kernel_library("bfloat16" if dtype == torch.bfloat16 else "float32")
     getattr(library.functions, name)(*map(_as_c, (*values, torch.get_num_threads())))
+    require_memory(library.functions, name)
 
 
 def _as_c(value: Tensor | float | None) -> Any:

@@ -6,6 +6,7 @@
 // fixed order, and sums over rows in CHUNKS parts: the bits do not depend on the number of threads.
 
 #include "activations.h"
+#include "scratch.h"
 
 #include <algorithm>
 #include <cmath>
@@ -113,7 +114,7 @@ void layer_norm_forward(const real* x, const real* y, float a, float b, const fl
 // may be null.
 void layer_norm_backward(const real* dmixed, const real* dnormed, const real* mixed, const float* moments,
                          const float* weight, float a, float b, real* dx, real* dy, float* dweight, float* dbias,
-                         long rows, long width, long threads) {
+                         long rows, long width, long threads) try {
     std::vector<float> parts(CHUNKS * 2 * width);
 #pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
     for (long chunk = 0; chunk < CHUNKS; chunk++) {
@@ -147,7 +148,7 @@ void layer_norm_backward(const real* dmixed, const real* dnormed, const real* mi
         dweight[i] = of_weight;
         if (dbias) dbias[i] = of_bias;
     }
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 
 }
 

@@ -12,8 +12,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
-#include <new>
 #include <vector>
 
 namespace {
@@ -197,27 +195,27 @@ extern "C" {
 
 // `sum`: the losses of all rows; z becomes the gradient of it.
 void loss_and_gradient(real* z, const int64_t* targets, long rows, long columns, long vocab, float cap, double* sum,
-                       long threads) {
+                       long threads) try {
     std::vector<double> nats(rows);
     loss_rows(z, targets, rows, columns, vocab, cap, nats.data(), threads);
     *sum = sum_of(nats);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 
 // The same for logits x weight^T: the gradients with respect to x, in its type, and to weight.
 void head_loss(const real* x, const float* weight, const int64_t* targets, real* dx, float* dweight, double* sum,
-               long rows, long width, long entries, long vocab, float cap, long threads) {
+               long rows, long width, long entries, long vocab, float cap, long threads) try {
     std::vector<double> nats(rows);
     const Head s{rows, width, entries, vocab, cap};
     whole_head(s, x, weight, targets, dx, dweight, nats.data(), threads);
     *sum = sum_of(nats);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 
 // z (rows, vocab) = the softcap of x weight^T; cap = 0: none.
 void capped_logits(const real* x, const float* weight, float* z, long rows, long width, long vocab, float cap,
-                   long threads) {
+                   long threads) try {
     const Head s{rows, width, vocab, vocab, cap};
     capped_logits(s, x, weight, z, threads);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 
 // nats: the loss of each row of logits (rows, vocab) after the softcap, 0 where its target is negative.
 void losses(const float* logits, const int64_t* targets, float* nats, long rows, long vocab, long threads) {
@@ -230,7 +228,7 @@ void losses(const float* logits, const int64_t* targets, float* nats, long rows,
 
 // The same of the logits that capped_logits makes, to the bit: a few rows of them, while they are in the cache.
 void head_nats(const real* x, const float* weight, const int64_t* targets, float* nats, long rows, long width,
-               long vocab, float cap, long threads) {
+               long vocab, float cap, long threads) try {
     head_nats(Head{rows, width, vocab, vocab, cap}, x, weight, targets, nats, threads);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 }

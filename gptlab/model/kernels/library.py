@@ -37,7 +37,7 @@ _FOLDER = Path(__file__).parent
 _SOURCES = tuple(
     _FOLDER / f"{name}.cpp" for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel")
 )
-_HEADERS = tuple(_FOLDER / f"{name}.h" for name in ("vectors", "products", "amx", "panels", "activations"))
+_HEADERS = tuple(_FOLDER / f"{name}.h" for name in ("vectors", "products", "amx", "scratch", "panels", "activations"))
 _OPENMP = "-fopenmp"
 # The loop of a product's tile takes up to 8% longer where it does not begin at a cache line (Zen 3; docs/LOG.md,
 # 2026-11-26).
@@ -160,6 +160,12 @@ def _build(compiler: str, sources: Sequence[Path], flags: Sequence[str], folder:
                     os.fsync(file.fileno())
                 found = _load(built.replace(folder / _name(stem, built)))
     return found
+
+
+def require_memory(functions: Any, name: str) -> None:
+    """MemoryError if the function of this name, which this thread has just called, found too little memory."""
+    if functions.memory_ran_out():
+        raise MemoryError(f"too little memory for the C++ kernel {name}")
 
 
 def _run(command: list[str]) -> bytes:

@@ -199,29 +199,29 @@ extern "C" {
 int products_are_permitted() { return registers_are_permitted(); }
 
 void linear_forward(const real* x, const float* weight, real* y, long rows, long inputs, long outputs,
-                    long threads) {
+                    long threads) try {
     const Layer s{rows, inputs, outputs};
     linear_forward(s, x, weight, y, threads);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 
 void linear_backward(const real* x, const float* weight, const real* dy, real* dx, float* dweight, long rows,
-                     long inputs, long outputs, long threads) {
+                     long inputs, long outputs, long threads) try {
     const Layer s{rows, inputs, outputs};
     linear_backward(s, x, weight, dy, dx, dweight, threads);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 
 // The activation is GELU or else ReLU^2.
 void mlp_forward(const real* x, const float* up, const float* down, real* hidden, real* slope, real* y,
-                 long rows, long width, long hidden_width, long gelu, long threads) {
+                 long rows, long width, long hidden_width, long gelu, long threads) try {
     const MLP s{rows, width, hidden_width};
     const auto forward = gelu ? mlp_forward<Gelu> : mlp_forward<Relu2>;
     forward(s, x, up, down, hidden, slope, y, threads);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 
 void mlp_backward(const real* x, const float* up, const float* down, const real* hidden, const real* slope,
                   const real* dy, real* dx, float* dup, float* ddown, long rows, long width, long hidden_width,
-                  long threads) {
+                  long threads) try {
     const MLP s{rows, width, hidden_width};
     mlp_backward(s, x, up, down, hidden, slope, dy, dx, dup, ddown, threads);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 }

@@ -8,9 +8,8 @@
 #pragma once
 
 #include "products.h"
+#include "scratch.h"
 
-#include <memory>
-#include <new>
 #include <numeric>
 
 namespace {
@@ -36,19 +35,6 @@ constexpr long LEFT = std::lcm(MR, W);
 // 5; docs/LOG.md, 2026-11-27).
 constexpr long SPAN = PAIRS ? NR : 512;
 static_assert(HEIGHT % MR == 0 && MR % 2 == 0, "panels have whole tiles and vectors, and tiles whole units");
-
-struct Free {
-    void operator()(void* memory) const { ::operator delete[](memory, std::align_val_t(64)); }
-};
-
-template <class E>
-using Memory = std::unique_ptr<E[], Free>;
-
-// Beginning with a line of the cache.
-template <class E>
-Memory<E> room(long count) {
-    return Memory<E>(static_cast<E*>(::operator new[](count * sizeof(E), std::align_val_t(64))));
-}
 
 inline long panels_of(long columns) { return (columns + NR - 1) / NR; }
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 try:
@@ -22,6 +25,8 @@ import gptlab
 from gptlab.cli.main import main
 from gptlab.config.errors import UserError
 from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
+from gptlab.model.kernels import fused, ops
+from gptlab.runtime.hardware.device import compiler_available
 from gptlab.runtime.hardware.memory import memory_errors_explained, ran_out_of_memory, smaller_model, what_to_lower
 
 # As torch 2.13 words them.
@@ -174,6 +179,28 @@ class TestRun:
         assert done.stderr.count("\n") == 1
         assert "--batch.micro-sequences 256 needs half" in done.stderr
         assert json.loads((folder / "r" / "run.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a process that may die")
+@pytest.mark.skipif(not compiler_available(torch.device("cpu")), reason="no C++ compiler here")
+def test_too_little_for_a_kernel() -> None:
+    """An exception that left a C++ function ended the process, or became Python's own SystemError. So many threads have
+    no room in any address space."""
+
+    def work() -> None:
+        ops.load_kernels(torch.device("cpu"), torch.float32)
+        heads = torch.ones(1, 64, 3, 2**16, requires_grad=True)
+        calls: dict[str, Callable[[], object]] = {
+            "attention_forward": partial(fused.attention, heads, 1, None, 0.0),
+            "attention_backward": fused.attention(heads[..., :64], 1, None, 0.0).sum().backward,
+        }
+        torch.get_num_threads = lambda: 2**30
+        for name, call in calls.items():
+            with pytest.raises(MemoryError, match=rf"^too little memory for the C\+\+ kernel {name}$"):
+                call()
+
+    done = run_forked(work)
+    assert done.returncode == 0, done.stderr
 
 
 class TestOtherCommands:
