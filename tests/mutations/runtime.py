@@ -11,6 +11,11 @@ MUTATIONS = [
         ["test_out_of_memory.py::test_too_little_for_a_kernel"],
     ),
     Mutation(
+        "threads of a kernel share one memory", "model/kernels/scratch.h",
+        "omp_get_thread_num() * each", "0 * each",
+        ["test_fused_kernels.py::test_bits_do_not_depend_on_the_number_of_threads"],
+    ),
+    Mutation(
         "less than 0.05 GiB that was not there is 0.0 GiB", "runtime/hardware/memory.py",
         'f"{size / 2**20:.1f} MiB"', 'f"{size / 2**30:.1f} GiB"',
         ["test_out_of_memory.py::TestAdvice::test_bytes_are_told_in_larger_units"],

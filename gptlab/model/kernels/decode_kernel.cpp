@@ -216,14 +216,14 @@ void attend(const Model& m, const Layer& layer, long rows, long row, long group,
 }
 
 void step(const Model& m, long rows, const long* tokens, const long* positions, const long* starts, long column,
-          float* logits, float* shared, long most) {
+          float* logits, float* shared, float* own, long most) {
     const long c = m.channels, hidden = m.layers[0].up.outputs;
     float *x = shared, *x0 = x + rows * c, *y = x0 + rows * c, *change = y + rows * c, *heads = change + rows * c;
     float* up = heads + rows * most;
-    std::vector<float> own(rows * c);  // each thread normalizes for itself: less time than to wait for another
+    // Each thread normalizes for itself, into `own`: less time than to wait for another.
     const auto normalized = [&](const Norm& norm) {
         for (long row = 0; row < rows; ++row) normalize(norm, x + row * c, &own[row * c], c);
-        return own.data();
+        return own;
     };
     const auto mixed = [&](const Layer& layer, long at) { return layer.lambda * x[at] + layer.x0_lambda * x0[at]; };
     // use(i) for each of this thread's elements of (rows, outputs).
@@ -246,7 +246,7 @@ void step(const Model& m, long rows, const long* tokens, const long* positions, 
         const long n_heads = layer.heads.outputs;
         for (long at = 0; at < rows * c; ++at) own[at] = mixed(layer, at);
         for (long row = 0; row < rows; ++row) normalize(layer.attention_norm, &own[row * c], &own[row * c], c);
-        linear(m, layer.heads, own.data(), rows, heads);
+        linear(m, layer.heads, own, rows, heads);
 #pragma omp barrier
 #pragma omp for
         for (long task = 0; task < rows * m.n_kv_head; ++task) {
@@ -275,7 +275,8 @@ extern "C" void decode_step(const Model* model, long rows, const long* tokens, c
                             const long* starts, long column, float* logits, int threads) try {
     long most = 0;
     for (long l = 0; l < model->n_layer; ++l) most = std::max(most, model->layers[l].heads.outputs);
-    std::vector<float> shared(rows * (4 * model->channels + most + model->layers[0].up.outputs));
+    const auto shared = room<float>(rows * (4 * model->channels + most + model->layers[0].up.outputs));
+    const Rooms<float> own(threads, rows * model->channels);
 #pragma omp parallel num_threads(threads)
-    step(*model, rows, tokens, positions, starts, column, logits, shared.data(), most);
+    step(*model, rows, tokens, positions, starts, column, logits, shared.get(), own.own(), most);
 } catch (const std::bad_alloc&) { ran_out = true; }

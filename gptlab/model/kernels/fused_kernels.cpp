@@ -167,9 +167,11 @@ inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 void heads_forward(const Heads& s, const real* heads, const real* gates, const real* extra, const float* cos,
                    const float* sin, float eps, real* out, float* inverse, int threads) {
     const long half = s.width / 2, rotated = s.n_head + s.n_kv_head;
-#pragma omp parallel num_threads(team(s.rows * s.all() * s.width, threads))
+    const int most = team(s.rows * s.all() * s.width, threads);
+    const Rooms<float> all_turned(most, s.width);
+#pragma omp parallel num_threads(most)
     {
-        std::vector<float> turned(s.width);
+        float* turned = all_turned.own();
 #pragma omp for schedule(static)
         for (long row = 0; row < s.rows; row++) {
             const real* from = heads + row * s.all() * s.width;
@@ -180,22 +182,22 @@ void heads_forward(const Heads& s, const real* heads, const real* gates, const r
                     vectors(half, [&](long i, auto n) {
                         const vec c = load_part(cos + table + i, n), si = load_part(sin + table + i, n);
                         const vec first = load_part(from + i, n), second = load_part(from + half + i, n);
-                        store_part(turned.data() + i, first * c + second * si, n);
-                        store_part(turned.data() + half + i, second * c - first * si, n);
+                        store_part(turned + i, first * c + second * si, n);
+                        store_part(turned + half + i, second * c - first * si, n);
                     });
                 else
-                    vectors(s.width, [&](long i, auto n) { store_part(turned.data() + i, load_part(from + i, n), n); });
+                    vectors(s.width, [&](long i, auto n) { store_part(turned + i, load_part(from + i, n), n); });
                 float factor = 1;
                 if (eps >= 0) {
                     vec squares{};
                     vectors(s.width, [&](long i, auto n) {
-                        const vec v = load_part(turned.data() + i, n);
+                        const vec v = load_part(turned + i, n);
                         squares += v * v;
                     });
                     factor = inverse[row * rotated + head] = 1 / std::sqrt(sum_of(squares) / s.width + eps);
                 }
                 vectors(s.width,
-                        [&](long i, auto n) { store_part(to + i, load_part(turned.data() + i, n) * factor, n); });
+                        [&](long i, auto n) { store_part(to + i, load_part(turned + i, n) * factor, n); });
             }
             for (long kv = 0; kv < s.n_kv_head; kv++, from += s.width, to += s.width) {
                 const long other = row * s.n_kv_head + kv;
@@ -214,9 +216,11 @@ void heads_backward(const Heads& s, const real* dout, const real* out, const flo
                     const real* extra, const float* cos, const float* sin, real* dheads, real* dgates, real* dextra,
                     int threads) {
     const long half = s.width / 2, rotated = s.n_head + s.n_kv_head;
-#pragma omp parallel num_threads(team(s.rows * s.all() * s.width, threads))
+    const int most = team(s.rows * s.all() * s.width, threads);
+    const Rooms<float> all_turned(most, s.width);
+#pragma omp parallel num_threads(most)
     {
-        std::vector<float> turned(s.width);
+        float* turned = all_turned.own();
 #pragma omp for schedule(static)
         for (long row = 0; row < s.rows; row++) {
             const long at = row * s.all() * s.width, table = row % s.tokens * half;
@@ -234,18 +238,18 @@ void heads_backward(const Heads& s, const real* dout, const real* out, const flo
                 vectors(s.width, [&](long i, auto n) {
                     vec g = load_part(d + i, n);
                     if (inverse) g = g * factor - load_part(y + i, n) * along;
-                    store_part(turned.data() + i, g, n);
+                    store_part(turned + i, g, n);
                 });
                 if (cos)
                     vectors(half, [&](long i, auto n) {
                         const vec c = load_part(cos + table + i, n), si = load_part(sin + table + i, n);
-                        const vec first = load_part(turned.data() + i, n);
-                        const vec second = load_part(turned.data() + half + i, n);
+                        const vec first = load_part(turned + i, n);
+                        const vec second = load_part(turned + half + i, n);
                         store_part(to + i, first * c - second * si, n);
                         store_part(to + half + i, first * si + second * c, n);
                     });
                 else
-                    vectors(s.width, [&](long i, auto n) { store_part(to + i, load_part(turned.data() + i, n), n); });
+                    vectors(s.width, [&](long i, auto n) { store_part(to + i, load_part(turned + i, n), n); });
             }
             for (long kv = 0; kv < s.n_kv_head; kv++, d += s.width, to += s.width) {
                 const long other = row * s.n_kv_head + kv;
@@ -284,17 +288,17 @@ extern "C" {
 
 void heads_forward(long rows, long tokens, long n_head, long n_kv_head, long width, const real* heads, const real* gates,
                    const real* extra, const float* cos, const float* sin, float eps, real* y, float* inverse,
-                   long threads) {
+                   long threads) try {
     const Heads s{rows, tokens, n_head, n_kv_head, width};
     heads_forward(s, heads, gates, extra, cos, sin, eps, y, inverse, threads);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 
 void heads_backward(long rows, long tokens, long n_head, long n_kv_head, long width, const real* dy, const real* y,
                     const float* inverse, const real* gates, const real* extra, const float* cos, const float* sin,
-                    real* dheads, real* dgates, real* dextra, long threads) {
+                    real* dheads, real* dgates, real* dextra, long threads) try {
     const Heads s{rows, tokens, n_head, n_kv_head, width};
     heads_backward(s, dy, y, inverse, gates, extra, cos, sin, dheads, dgates, dextra, threads);
-}
+} catch (const std::bad_alloc&) { ran_out = true; }
 
 // y = max(x, 0)^2
 void relu2_forward(const real* x, real* y, long count, long threads) {

@@ -49,13 +49,15 @@ double loss_row(const L* logits, real* gradient, long target, long columns, long
 }
 
 void loss_rows(real* z, const int64_t* targets, long rows, long columns, long vocab, float cap, double* nats, int threads) {
-#pragma omp parallel num_threads(team(rows * columns, threads))
+    const int most = team(rows * columns, threads);
+    const Rooms<float> of_row(most, vocab);
+#pragma omp parallel num_threads(most)
     {
-        std::vector<float> room(vocab);
+        float* room = of_row.own();
 #pragma omp for schedule(static)
         for (long row = 0; row < rows; row++) {
             real* here = z + row * columns;
-            nats[row] = loss_row(here, here, targets[row], columns, vocab, cap, room.data());
+            nats[row] = loss_row(here, here, targets[row], columns, vocab, cap, room);
         }
     }
 }
@@ -76,16 +78,20 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
     const auto down = room<unit>(inputs * depth * NR);                         // the weights
     const auto xs = room<unit>(inputs * units_of(slice) * NR);                 // a slice of x
     const auto dzs = room<unit>(round_up(s.entries, LEFT) * units_of(slice));  // the gradients of its logits
-#pragma omp parallel num_threads(team(s.rows * s.entries, threads))
+    const int most = team(s.rows * s.entries, threads);
+    const Rooms<float> all_logits(most, HEIGHT * z_row), of_rows(most, s.entries);
+    const Rooms<unit> all_rows(most, HEIGHT * width);
+    const Rooms<real> all_dz(most, HEIGHT * z_row);
+#pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
         const Registers registers{};
-        const auto logits = room<float>(HEIGHT * z_row), of_row = room<float>(s.entries);
-        const auto rows = room<unit>(HEIGHT * width);
-        const auto dz = room<real>(HEIGHT * z_row);
+        float *logits = all_logits.own(), *of_row = of_rows.own();
+        unit* rows = all_rows.own();
+        real* dz = all_dz.own();
         pack_transposed(weight, s.entries, s.width, Share(panels, thread, n_threads), up.get());
         pack<NR>(weight, s.width, s.entries, s.width, Share(depth, thread, n_threads), depth, down.get());
-        std::fill_n(dz.get(), HEIGHT * z_row, real());
+        std::fill_n(dz, HEIGHT * z_row, real());
 #pragma omp barrier
         for (long first = 0; first < s.rows; first += slice) {
             const long here = std::min(slice, s.rows - first), units = units_of(here);
@@ -94,15 +100,15 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
             for (long from = tiles.first; from < tiles.last; from += TILES) {
                 const long n = std::min(TILES, tiles.last - from), r0 = first + from * MR;
                 const long height = std::min(n * MR, first + here - r0);
-                pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
+                pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows);
                 for (long j = 0; j < panels; j++)
-                    multiply_panel(n, width, rows.get(), width, up.get() + j * width * NR, logits.get() + j * NR, z_row);
+                    multiply_panel(n, width, rows, width, up.get() + j * width * NR, logits + j * NR, z_row);
                 for (long r = 0; r < height; r++)
-                    nats[r0 + r] = loss_row(logits.get() + r * z_row, dz.get() + r * z_row, targets[r0 + r], s.entries,
-                                            s.vocab, s.cap, of_row.get());
-                pack<LEFT>(dz.get(), z_row, height, s.entries, Share(0, units_of(height)), units,
+                    nats[r0 + r] = loss_row(logits + r * z_row, dz + r * z_row, targets[r0 + r], s.entries,
+                                            s.vocab, s.cap, of_row);
+                pack<LEFT>(dz, z_row, height, s.entries, Share(0, units_of(height)), units,
                            dzs.get() + from * MR / PER_UNIT * LEFT);
-                multiply(height, depth, reinterpret_cast<const unit*>(dz.get()), z_row / PER_UNIT, down.get(), s.width,
+                multiply(height, depth, reinterpret_cast<const unit*>(dz), z_row / PER_UNIT, down.get(), s.width,
                          [&](long r, long c, auto n, vec v) { store_part(dx + (r0 + r) * s.width + c, v, n); });
             }
 #pragma omp barrier
@@ -120,19 +126,21 @@ void capped_logits(const Head& s, const real* x, const float* weight, float* z, 
     constexpr long AT_ONCE = PAIRS ? TILES / 2 : TILES;
     const long width = units_of(s.width), panels = panels_of(s.vocab);
     const auto up = room<unit>(panels * width * NR);  // the transposed weights
-#pragma omp parallel num_threads(team(s.rows * s.vocab, threads))
+    const int most = team(s.rows * s.vocab, threads);
+    const Rooms<unit> all_rows(most, HEIGHT * width);
+#pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
         const Registers registers{};
-        const auto rows = room<unit>(HEIGHT * width);
+        unit* rows = all_rows.own();
         pack_transposed(weight, s.vocab, s.width, Share(panels, thread, n_threads), up.get());
 #pragma omp barrier
         const Share tiles(tiles_of(s.rows), thread, n_threads);
         for (long from = tiles.first; from < tiles.last; from += AT_ONCE) {
             const long n = std::min(AT_ONCE, tiles.last - from), r0 = from * MR;
             const long height = std::min(n * MR, s.rows - r0);
-            pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
-            multiply(height, width, rows.get(), width, up.get(), s.vocab, [&](long r, long c, auto n, vec v) {
+            pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows);
+            multiply(height, width, rows, width, up.get(), s.vocab, [&](long r, long c, auto n, vec v) {
                 store_part(z + (r0 + r) * s.vocab + c, s.cap > 0 ? softcapped<real>(v, s.cap) : v, n);
             });
         }
@@ -156,23 +164,26 @@ float loss_after_softcap(long target, long vocab, const float* z, At at) {
 void head_nats(const Head& s, const real* x, const float* weight, const int64_t* targets, float* nats, int threads) {
     const long width = units_of(s.width), panels = panels_of(s.vocab), z_row = panels * NR + NR;
     const auto up = room<unit>(panels * width * NR);  // the transposed weights
-#pragma omp parallel num_threads(team(s.rows * s.vocab, threads))
+    const int most = team(s.rows * s.vocab, threads);
+    const Rooms<unit> all_rows(most, HEIGHT * width);
+    const Rooms<float> all_logits(most, HEIGHT * z_row);
+#pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
         const Registers registers{};
-        const auto rows = room<unit>(HEIGHT * width);
-        const auto logits = room<float>(HEIGHT * z_row);
+        unit* rows = all_rows.own();
+        float* logits = all_logits.own();
         pack_transposed(weight, s.vocab, s.width, Share(panels, thread, n_threads), up.get());
 #pragma omp barrier
         const Share tiles(tiles_of(s.rows), thread, n_threads);
         for (long from = tiles.first; from < tiles.last; from += TILES) {
             const long n = std::min(TILES, tiles.last - from), r0 = from * MR;
             const long height = std::min(n * MR, s.rows - r0);
-            pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows.get());
+            pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows);
             for (long j = 0; j < panels; j++)
-                multiply_panel(n, width, rows.get(), width, up.get() + j * width * NR, logits.get() + j * NR, z_row);
+                multiply_panel(n, width, rows, width, up.get() + j * width * NR, logits + j * NR, z_row);
             for (long r = 0; r < height; r++) {
-                float* z = logits.get() + r * z_row;
+                float* z = logits + r * z_row;
                 nats[r0 + r] = loss_after_softcap(targets[r0 + r], s.vocab, z, [=, cap = s.cap](long i, auto n) {
                     const vec v = load_part(z + i, n), c = cap > 0 ? softcapped<real>(v, cap) : v;
                     store_part(z + i, c, n);

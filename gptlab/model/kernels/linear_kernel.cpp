@@ -64,15 +64,17 @@ struct Layer {
 void linear_forward(const Layer& s, const real* x, const float* weight, real* y, int threads) {
     const long depth = units_of(s.inputs), panels = panels_of(s.outputs);
     const auto up = room<unit>(panels * depth * NR);  // the transposed weights
-#pragma omp parallel num_threads(team(s.rows * s.outputs, threads))
+    const int most = team(s.rows * s.outputs, threads);
+    const Rooms<unit> spares(most, HEIGHT * depth);
+#pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
         const Registers registers{};
-        const auto spare = room<unit>(HEIGHT * depth);
+        unit* spare = spares.own();
         pack_transposed(weight, s.outputs, s.inputs, Share(panels, thread, n), up.get());
 #pragma omp barrier
         blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
-            multiply_rows(x + row * s.inputs, s.inputs, height, s.inputs, up.get(), s.outputs, spare.get(),
+            multiply_rows(x + row * s.inputs, s.inputs, height, s.inputs, up.get(), s.outputs, spare,
                           into(y + row * s.outputs, s.outputs));
         });
     }
@@ -85,15 +87,17 @@ void linear_backward(const Layer& s, const real* x, const float* weight, const r
     const auto down = room<unit>(panels * depth * NR);                         // the weights
     const auto xs = room<unit>(panels * units_of(slice) * NR);                 // a slice of x
     const auto dys = room<unit>(round_up(s.outputs, LEFT) * units_of(slice));  // and of dy
-#pragma omp parallel num_threads(team(s.rows * s.outputs, threads))
+    const int most = team(s.rows * s.outputs, threads);
+    const Rooms<unit> spares(most, HEIGHT * depth);
+#pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
         const Registers registers{};
-        const auto spare = room<unit>(HEIGHT * depth);
+        unit* spare = spares.own();
         pack<NR>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
 #pragma omp barrier
         blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
-            multiply_rows(dy + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare.get(),
+            multiply_rows(dy + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare,
                           into(dx + row * s.inputs, s.inputs));
         });
         for (long first = 0; first < s.rows; first += slice) {
@@ -120,23 +124,25 @@ void mlp_forward(const MLP& s, const real* x, const float* up, const float* out,
     const long depth = units_of(s.width), of_hidden = units_of(s.hidden);
     const long wide = panels_of(s.hidden), narrow = panels_of(s.width);
     const auto ups = room<unit>(wide * depth * NR), outs = room<unit>(narrow * of_hidden * NR);
-#pragma omp parallel num_threads(team(s.rows * s.hidden, threads))
+    const int most = team(s.rows * s.hidden, threads);
+    const Rooms<unit> spares(most, HEIGHT * std::max(depth, of_hidden));
+#pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
         const Registers registers{};
-        const auto spare = room<unit>(HEIGHT * std::max(depth, of_hidden));
+        unit* spare = spares.own();
         pack_transposed(up, s.hidden, s.width, Share(wide, thread, n), ups.get());
         pack_transposed(out, s.width, s.hidden, Share(narrow, thread, n), outs.get());
 #pragma omp barrier
         blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
             real *h = hidden + row * s.hidden, *to_slope = slope ? slope + row * s.hidden : nullptr;
-            multiply_rows(x + row * s.width, s.width, height, s.width, ups.get(), s.hidden, spare.get(),
+            multiply_rows(x + row * s.width, s.width, height, s.width, ups.get(), s.hidden, spare,
                           [=](long r, long c, auto n, vec v) {
                               const Activated at = A::template of<real>(v);
                               store_part(h + r * s.hidden + c, at.value, n);
                               if (to_slope) store_part(to_slope + r * s.hidden + c, at.slope, n);
                           });
-            multiply_rows(h, s.hidden, height, s.hidden, outs.get(), s.width, spare.get(),
+            multiply_rows(h, s.hidden, height, s.hidden, outs.get(), s.width, spare,
                           into(y + row * s.width, s.width));
         });
     }
@@ -153,12 +159,15 @@ void mlp_backward(const MLP& s, const real* x, const float* up, const float* out
     const auto outs = room<unit>(wide * depth * NR), ups = room<unit>(narrow * of_hidden * NR);  // the weights
     const auto xs = room<unit>(narrow * of_slice * NR), hiddens = room<unit>(wide * of_slice * NR);  // a slice of each
     const auto dys = room<unit>(round_up(s.width, LEFT) * of_slice), dzs = room<unit>(round_up(s.hidden, LEFT) * of_slice);
-#pragma omp parallel num_threads(team(s.rows * s.hidden, threads))
+    const int most = team(s.rows * s.hidden, threads);
+    const Rooms<unit> spares(most, HEIGHT * std::max(depth, of_hidden));
+    const Rooms<real> all_dz(most, HEIGHT * z_row);  // the gradient before the activation, of some rows
+#pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
         const Registers registers{};
-        const auto spare = room<unit>(HEIGHT * std::max(depth, of_hidden));
-        const auto dz = room<real>(HEIGHT * z_row);  // the gradient before the activation, of some rows
+        unit* spare = spares.own();
+        real* dz = all_dz.own();
         pack<NR>(out, s.hidden, s.width, s.hidden, Share(depth, thread, n), depth, outs.get());
         pack<NR>(up, s.width, s.hidden, s.width, Share(of_hidden, thread, n), of_hidden, ups.get());
 #pragma omp barrier
@@ -171,14 +180,14 @@ void mlp_backward(const MLP& s, const real* x, const float* up, const float* out
             blocks(Share(tiles_of(here), thread, n), here, [&](long row, long height) {
                 const real* dy_here = dy + (first + row) * s.width;
                 const real* by = (slope ? slope : hidden) + (first + row) * s.hidden;
-                multiply_rows(dy_here, s.width, height, s.width, outs.get(), s.hidden, spare.get(),
+                multiply_rows(dy_here, s.width, height, s.width, outs.get(), s.hidden, spare,
                               [&](long r, long c, auto n, vec v) {
                                   const vec at = load_part(by + r * s.hidden + c, n);
-                                  store_part(dz.get() + r * z_row + c, v * (slope ? at : 2.0f * square_root(at)), n);
+                                  store_part(dz + r * z_row + c, v * (slope ? at : 2.0f * square_root(at)), n);
                               });
-                pack<LEFT>(dz.get(), z_row, height, s.hidden, Share(0, units_of(height)), units,
+                pack<LEFT>(dz, z_row, height, s.hidden, Share(0, units_of(height)), units,
                            dzs.get() + row / PER_UNIT * LEFT);
-                multiply_rows(dz.get(), z_row, height, s.hidden, ups.get(), s.width, spare.get(),
+                multiply_rows(dz, z_row, height, s.hidden, ups.get(), s.width, spare,
                               into(dx + (first + row) * s.width, s.width));
             });
 #pragma omp barrier

@@ -1,7 +1,10 @@
 // Memory that kernels need while they compute, and what becomes of a function that Python calls where there is too little:
-// no exception may leave it.
+// no exception may leave it, nor a parallel region. So memory is taken before the region, but for what a single head of
+// decode_kernel.cpp needs, some kilobytes.
 
 #pragma once
+
+#include "vectors.h"
 
 #include <memory>
 #include <new>
@@ -27,5 +30,18 @@ template <class E>
 Memory<E> room(long count) {
     return Memory<E>(static_cast<E*>(::operator new[](count * sizeof(E), std::align_val_t(64))));
 }
+
+// For `count` elements of each thread of a team.
+template <class E>
+class Rooms {
+  public:
+    Rooms(long threads, long count) : each(round_up(count, 64)), memory(room<E>(threads * each)) {}
+
+    E* own() const { return memory.get() + omp_get_thread_num() * each; }
+
+  private:
+    long each;
+    Memory<E> memory;
+};
 
 }  // namespace

@@ -24,7 +24,10 @@ from tiny_runs import arguments, command, lines_of, make_config, train, write_co
 import gptlab
 from gptlab.cli.main import main
 from gptlab.config.errors import UserError
+from gptlab.config.model import ModelConfig
 from gptlab.config.run import BatchConfig, EvalConfig, RunConfig
+from gptlab.model.decoder import Decoder
+from gptlab.model.gpt import build_model
 from gptlab.model.kernels import fused, ops
 from gptlab.runtime.hardware.device import compiler_available
 from gptlab.runtime.hardware.memory import memory_errors_explained, ran_out_of_memory, smaller_model, what_to_lower
@@ -189,10 +192,24 @@ def test_too_little_for_a_kernel() -> None:
 
     def work() -> None:
         ops.load_kernels(torch.device("cpu"), torch.float32)
-        heads = torch.ones(1, 64, 3, 2**16, requires_grad=True)
+        x, up, down = (torch.ones(*sizes, requires_grad=True) for sizes in ((64, 1024), (4096, 1024), (1024, 4096)))
+        heads, first = torch.ones(1, 64, 3, 2**16, requires_grad=True), torch.zeros(64, dtype=torch.long)
+        config = ModelConfig(n_layer=1, n_head=1, n_embd=64, seq_len=64, vocab_size=64)
+        model = build_model(config, device=torch.device("cpu"), compute_dtype=torch.float32, seed=1)
         calls: dict[str, Callable[[], object]] = {
+            "linear_forward": partial(fused.linear, x, up),
+            "linear_backward": fused.linear(x, up).sum().backward,
+            "mlp_forward": partial(fused.mlp, x, up, down, "relu2"),
+            "mlp_backward": fused.mlp(x, up, down, "relu2").sum().backward,
+            "heads_forward": partial(fused.prepare_heads, heads, 1, None, None, None, 1e-6),
+            "heads_backward": fused.prepare_heads(heads, 1, None, None, None, 1e-6).sum().backward,
             "attention_forward": partial(fused.attention, heads, 1, None, 0.0),
             "attention_backward": fused.attention(heads[..., :64], 1, None, 0.0).sum().backward,
+            "head_loss": partial(fused.head_loss, x, up, first, 4096, 15.0),
+            "head_nats": partial(fused.head_nats, x, up, first, 4096, 15.0),
+            "capped_logits": partial(fused.capped_logits, x, up, 4096, 15.0),
+            "loss_and_gradient": partial(fused.loss_and_gradient, torch.zeros(1, 2**17), first[:1], 2**17, 15.0),
+            "decode_step": partial(Decoder(model, 1024).step, [1] * 1024),
         }
         torch.get_num_threads = lambda: 2**30
         for name, call in calls.items():
