@@ -21,7 +21,7 @@ from gptlab.config.errors import ConfigError
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
 from gptlab.eval.bits_per_byte import TokenNats, nats_by, nats_of
-from gptlab.model.kernels.ops import missing_kernels, outrun_compiler
+from gptlab.model.kernels.ops import kernels_lack_compiler, missing_kernels, outrun_compiler
 from gptlab.optim.torch_optimizer import TorchOptimizer
 from gptlab.runtime.files.cache import keep_compiled
 from gptlab.runtime.hardware.device import compiler_available, synchronize
@@ -76,7 +76,7 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
     model, device, dtype = state.model, state.device, state.model.compute_dtype
     if config.runtime.compile == "auto" and outrun_compiler(device, dtype):
         return plain
-    if config.runtime.compile == "auto" and missing_kernels(device, dtype) is not None and cxx_compiler() is None:
+    if config.runtime.compile == "auto" and kernels_lack_compiler(device, dtype):
         return plain  # the warning about the kernels says why
     if (problem := _cannot_compile(state.device)) is not None:
         if config.runtime.compile == "on":

@@ -61,6 +61,8 @@ class Library:
     problem: str | None = None
     """Why it could not be built; or only without OpenMP, so that it computes in one thread. None on Windows, which is
     not supported."""
+    compiler_hangs: bool = False
+    """It did not finish in time: who calls it again without a limit may wait forever."""
 
 
 def begin_kernels(activations: Activations) -> threading.Thread:
@@ -103,7 +105,8 @@ def _without_openmp(
 ) -> Library:
     """The library for one thread, if the compiler failed with OpenMP: Apple's clang refuses the option, and others come
     without its library. Otherwise none, and why."""
-    without = Library(problem=_why_not_built(error, compiler))
+    hangs = isinstance(error, subprocess.TimeoutExpired)
+    without = Library(problem=_why_not_built(error, compiler), compiler_hangs=hangs)
     if isinstance(error, subprocess.CalledProcessError) and _OPENMP in flags:
         without = replace(load_built(sources, [flag for flag in flags if flag != _OPENMP]), problem=without.problem)
     return without

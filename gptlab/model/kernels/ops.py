@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from gptlab.config.model import Activation
 from gptlab.config.run import Products
 from gptlab.model.kernels import torch_ops
+from gptlab.runtime.hardware.installed import cxx_compiler
 
 if TYPE_CHECKING:
     from gptlab.model.kernels.library import Activations, Library
@@ -178,6 +179,13 @@ def missing_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
     if not _suit_kernels(device, dtype) or _library is None or _library.problem is None:
         return None
     return _why_slower(_library)
+
+
+def kernels_lack_compiler(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the C++ kernels suit but are missing for want of a compiler, or since it hangs: torch.compile, which
+    needs it too, would wait for it without a limit."""
+    hangs = _library is not None and _library.compiler_hangs
+    return missing_kernels(device, dtype) is not None and (hangs or cxx_compiler() is None)
 
 
 def _why_slower(library: Library) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from gptlab.app.run.repeat import implementations_changed as changed
 from gptlab.config.errors import ConfigError
 from gptlab.config.load import apply_overrides
 from gptlab.config.run import RunConfig
-from gptlab.model.kernels import fused, library
+from gptlab.model.kernels import fused, library, ops
 from gptlab.model.kernels.library import Library, kernel_library
 from gptlab.model.kernels.ops import implementations
 from gptlab.runtime.hardware.device import compiler_available
@@ -117,7 +118,7 @@ def test_a_machine_without_a_compiler_says_so_once(folder: Path, monkeypatch: py
     """Both the kernels and torch.compile need one."""
     missing = Library(problem="no C++ compiler (g++ or clang++) was found")
     monkeypatch.setattr(library, "kernel_library", lambda activations: missing)
-    monkeypatch.setattr("gptlab.training.compilation.cxx_compiler", lambda: None)
+    monkeypatch.setattr("gptlab.model.kernels.ops.cxx_compiler", lambda: None)
     code, out, err = command(["train", *arguments(folder, "no compiler", {"runtime.compile": "auto", "steps": 1})])
     assert (code, err) == (0, "")
     (warning,) = (line for line in out.splitlines() if "slower" in line)
@@ -150,6 +151,22 @@ class TestCompilerThatFails:
         assert out.count("warning: training without torch.compile, which is slower: torch.compile needs a cache") == 1
         assert f"{tmp_path / 'file'} cannot be written" in out
         assert recorded(folder / "unwritable")["compile"] == "off"
+
+    @pytest.mark.skipif(os.name == "nt", reason="needs a program in sh")
+    def test_one_that_hangs_is_not_waited_for_again(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """torch.compile would wait without a limit."""
+        (tmp_path / "c++").write_text("#!/bin/sh\nexec sleep 2\n")
+        (tmp_path / "c++").chmod(0o755)
+        monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+        monkeypatch.setattr(library, "_BUILD_TIMEOUT_SECONDS", 0.05)
+        monkeypatch.setattr(ops, "_library", library.load_built([], []))
+        monkeypatch.setattr(ops, "_fused", None)
+        model = SimpleNamespace(compute_dtype=torch.float32)
+        state: Any = SimpleNamespace(device=torch.device("cpu"), model=model)
+        plain: Any = object()
+        config = apply_overrides(RunConfig(), {"runtime.compile": "auto"})
+        assert compilation._compiled(plain, state, config, pytest.fail) is plain
+        assert "c++ did not finish within " in str(ops.missing_kernels(state.device, torch.float32))
 
     def test_on_an_apple_gpu_no_compiler_is_missed(self) -> None:
         """It was said to need a C++ compiler. Inductor writes Metal, as a prototype, and nobody measured it here."""
