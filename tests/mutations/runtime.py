@@ -11,9 +11,9 @@ MUTATIONS = [
         ["test_out_of_memory.py::test_too_little_for_a_kernel"],
     ),
     Mutation(
-        "threads of a kernel share one memory", "model/kernels/scratch.h",
-        "omp_get_thread_num() * each", "0 * each",
-        ["test_fused_kernels.py::test_bits_do_not_depend_on_the_number_of_threads"],
+        "where memory ran out once, all later calls of kernels fail", "model/kernels/scratch.h",
+        "return std::exchange(ran_out, false);", "return ran_out;",
+        ["test_out_of_memory.py::test_too_little_for_a_kernel"],
     ),
     Mutation(
         "less than 0.05 GiB that was not there is 0.0 GiB", "runtime/hardware/memory.py",
