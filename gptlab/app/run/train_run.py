@@ -100,7 +100,9 @@ def _import_torch(attempt: Attempt, request: RunRequest) -> None:
         building = begin_kernels(dtype)
         import torch  # noqa: F401
 
-        building.join()  # what follows measures how fast this machine is
+        if building.is_alive():  # the first time on this machine
+            with attempt.console.busy("building the C++ kernels"):
+                building.join()  # what follows measures how fast this machine is
 
 
 def _stand_apart(attempt: Attempt) -> None:

@@ -208,12 +208,16 @@ def test_on_windows_there_are_none_and_no_warning_says_so(monkeypatch: pytest.Mo
 
 EVENTS = {"looks", "builds", "imports", "waits", "measures"}
 IMPORTING = """
+from contextlib import nullcontext
 from gptlab.app.run import train_run
 from gptlab.cli.main import main
 from gptlab.model.kernels import library
 from gptlab.runtime.hardware import installed
 
 class Building:
+    def is_alive(self):
+        return True
+
     def join(self):
         print("waits")
 
@@ -226,6 +230,7 @@ installed.cpu_lists_bfloat16 = lambda: HAS_BFLOAT16
 installed.has_nvidia_gpu = lambda: False
 train_run.threads_beside_others = lambda: print("looks at the load")
 train_run._configured = lambda attempt, request: print("measures")
+train_run.Console.busy = lambda self, what: print(what) or nullcontext()
 main(["train", *MORE])
 """
 
@@ -251,6 +256,7 @@ def test_they_are_built_while_torch_is_imported(
     )  # fmt: skip
     built = [f"builds {activations}", "imports torch", "waits"] if activations else []
     expected = ["looks at the load", *built, "measures"]
+    assert ("building the C++ kernels" in done.stdout) == bool(built)
     assert [line for line in done.stdout.splitlines() if line.partition(" ")[0] in EVENTS][: len(expected)] == expected
 
 
