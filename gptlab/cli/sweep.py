@@ -187,7 +187,7 @@ def _text_of(data: DataConfig) -> tuple[Any, ...]:
 
 def _tokenizer_of(config: RunConfig) -> tuple[Any, ...]:
     learned = config.tokenizer.path is None and config.tokenizer.kind in ("bpe", "char")
-    return config.tokenizer, config.data.source if learned else None
+    return config.tokenizer, (config.data.source, config.data.hub_files) if learned else None
 
 
 def train_and_show(sweep: Sweep, options: Mapping[str, Any], result: Any) -> int:

@@ -183,8 +183,14 @@ def _about_runs(sides: Sides) -> Iterator[str]:
         elif run.status != "finished":
             last = f"last validated at step {run.curve.at['steps'][-1]:,.0f}" if len(run.curve) else "has not validated"
             yield f"{run.path} has not finished (its status is {run.status}): it {last}"
-        if run.provenance.get("config_changes"):
+        if _length_changed(run.provenance.get("config_changes")):
             yield f"{run.path} has another length than it started with: it followed two schedules, one after the other"
+
+
+def _length_changed(changes: object) -> bool:
+    """Others may be of the rows of a micro-batch, or of the limits of faults."""
+    fields = [one.get("fields", {}) for one in changes if isinstance(one, dict)] if isinstance(changes, list) else []
+    return any(name.startswith(("horizon.", "schedule.")) for names in fields for name in names)
 
 
 def _about_repetitions(sides: Sides) -> Iterator[str]:

@@ -9,6 +9,7 @@ from copy import deepcopy
 from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,8 @@ from gptlab.optim.combined import CombinedOptimizer
 
 _STATE_VERSION = 1
 
+_LOOKS_AT_ATTRIBUTES = 2
+"""Steps before and after which attributes are compared: what the first one makes to count in is there in the second."""
 _SAVED = {"state", "param_groups", "_need_device_dtype_check_for_fused"}
 """Attributes of an optimizer that a step may change; torch itself changes the last in the first step."""
 
@@ -59,6 +62,7 @@ class TorchOptimizer(CombinedOptimizer):
                 )
         self._peaks = [float(group["lr"]) for group in inner.param_groups]
         self._made = [deepcopy(_beside_weights(group)) for group in inner.param_groups]
+        self._steps = 0
         self._counted()
 
     def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:
@@ -68,17 +72,13 @@ class TorchOptimizer(CombinedOptimizer):
             return
         for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_scale
-        before = self._attributes()
+        before = self._attributes() if self._steps < _LOOKS_AT_ATTRIBUTES else []
         self.inner.step()
         self._counted()  # what cannot be saved ends the first step, and not the first save
         self._require_savable_state()
-        for then, now in zip(before, self._attributes(), strict=False):
-            for name in now:
-                if now[name] != then.get(name):
-                    raise UserError(
-                        f"optimizer: {type(self.inner).__name__} changes its attribute {name}, which checkpoints lack: "
-                        "keep it in its state or param_groups"
-                    )
+        if before:
+            self._require_kept_attributes(before)
+        self._steps += 1
 
     def zero_grad(self) -> None:
         """Free the gradients."""
@@ -122,6 +122,16 @@ class TorchOptimizer(CombinedOptimizer):
         """Of the optimizer and of those within it, what is neither saved nor torch's."""
         held = [self.inner, *_within(vars(self.inner).values())]
         return [{name: _compared(v) for name, v in vars(one).items() if name not in _SAVED} for one in held]
+
+    def _require_kept_attributes(self, before: list[dict[str, object]]) -> None:
+        """UserError for an attribute that a step changed. One that it makes, such as room to compute in, may stay."""
+        for then, now in zip(before, self._attributes(), strict=False):
+            for name in now:
+                if then.get(name) is not None and now[name] != then[name]:
+                    raise UserError(
+                        f"optimizer: {type(self.inner).__name__} changes its attribute {name}, which checkpoints lack: "
+                        "keep it in its state or param_groups"
+                    )
 
     def _require_savable_state(self) -> None:
         """UserError for what `state_tensors` and `state_json` would leave out, or JSON cannot hold."""
@@ -178,15 +188,17 @@ def _within(values: Iterable[object]) -> Iterator[torch.optim.Optimizer]:
 
 
 def _compared(value: object) -> object:
-    """What differs after a change: numbers and text, tensors by their versions, lists and dicts of these. None for all
-    else, and for weights."""
+    """What differs after a change: numbers and text, tensors by their versions, arrays, lists and dicts of these. None
+    for all else, for weights, and for a bool, which says that something is made and not how often."""
     if isinstance(value, Mapping):
         return {key: _compared(held) for key, held in value.items()}
     if isinstance(value, list | tuple):
         return [_compared(held) for held in value]
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return id(value), value._version
-    return repr(value) if isinstance(value, Number | str | bytes) else None
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    return repr(value) if isinstance(value, Number | str | bytes) and not isinstance(value, bool) else None
 
 
 def _is_changed(value: object, made: object) -> bool:

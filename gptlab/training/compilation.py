@@ -114,8 +114,9 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
         return head_loss(model.hidden(tokens, blocks, embed), targets, scale)
 
     def logits(tokens: Tensor) -> Tensor:
-        # Gradients on, so that validation uses the blocks that training compiled instead of compiling its own.
-        with torch.enable_grad():
+        # Gradients on, so that validation uses the blocks that training compiled. Another number of rows compiles its
+        # own, which keep nothing for a backward pass.
+        with torch.set_grad_enabled(len(tokens) == config.batch.micro_sequences):
             hidden = model.hidden(tokens, blocks, embed).detach()
         return head_logits(hidden)
 

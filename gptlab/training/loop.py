@@ -18,7 +18,7 @@ from gptlab.training.checkpoint.load import Checkpoint, load_newest
 from gptlab.training.checkpoint.retention import discard_after
 from gptlab.training.compilation import Passes
 from gptlab.training.faults import Fault, TrainingFailed
-from gptlab.training.own_buffers import own_buffers, step_with_buffers
+from gptlab.training.own_buffers import has_own_buffers, step_of_own_parts
 from gptlab.training.parallel.agreement import Agreement, require_equal_weights
 from gptlab.training.recorder import Recorder
 from gptlab.training.signals import Signals
@@ -98,9 +98,9 @@ def next_steps(
     state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish, due: Callable[[TrainState], bool]
 ) -> Iterable[TrainStep]:
     """One step; on a GPU, as many as there are until something else is `due` (`queued_steps`)."""
-    # Whether they keep their new values is known only after the step.
-    if state.model.is_replaced and own_buffers(state.model):
-        return [step_with_buffers(state, loss_sum, config, finish)]
+    # Whether buffers keep their new values is known only after the step.
+    if state.model.is_replaced and (state.model.platform != "cuda" or has_own_buffers(state.model)):
+        return [step_of_own_parts(state, loss_sum, config, finish)]
     # Spikes, and overflows of float16, are found on the host, which waits for the GPU.
     if state.model.platform == "cuda" and not (config.faults.spike_factor or state.loss_scale):
         from gptlab.training.queued_steps import queued_steps

@@ -3,8 +3,10 @@ warm-up."""
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gptlab.config.run import RunConfig
 from gptlab.model.changed import require_saved_shapes
@@ -18,26 +20,30 @@ class KeptBuffers:
     """The buffers of a caller's parts, and what they hold now."""
 
     def __init__(self, model: GPT) -> None:
-        self._model = model
-        self._kept = [(name, buffer, buffer.detach().clone()) for name, buffer in own_buffers(model).items()]
+        self._kept = [(part, dict(part._buffers), _copies(part)) for part in model.modules()]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Give them the values of then, and the parts the tensors of then: a part may have put others in their place
-        (`self.mean = 0.9 * self.mean + ...`)."""
-        for name, buffer, values in self._kept:
-            part, _, own_name = name.rpartition(".")
-            setattr(self._model.get_submodule(part), own_name, buffer)
-            buffer.copy_(values)
+        """Give the parts the buffers of then, and these their values: a part may have made some, or put others in their
+        place (`self.mean = 0.9 * self.mean + ...`)."""
+        for part, buffers, copies in self._kept:
+            part._buffers.clear()
+            part._buffers.update(buffers)
+            for name, copy in copies.items():
+                cast(Tensor, buffers[name]).copy_(copy)
 
 
-def own_buffers(model: GPT) -> dict[str, Tensor]:
-    """The buffers that a caller's parts have, by name."""
-    buffers = model.named_buffers(remove_duplicate=False)
-    return {name: buffer for name, buffer in buffers if name not in ("cos", "sin")}
+def _copies(part: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in part._buffers.items() if buffer is not None}
 
 
-def step_with_buffers(state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish) -> TrainStep:
+def has_own_buffers(model: GPT) -> bool:
+    """Whether a caller's parts have buffers, or names for some."""
+    of_model = set(model._buffers) - {"cos", "sin"}
+    return bool(of_model) or any(part._buffers for part in model.modules() if part is not model)
+
+
+def step_of_own_parts(state: TrainState, loss_sum: LossFunction, config: RunConfig, finish: Finish) -> TrainStep:
     """`train_step`. A Fault leaves the buffers unchanged, too. UserError for buffers that cannot be saved."""
     buffers = KeptBuffers(state.model)
     step = train_step(state, loss_sum, config, finish)

@@ -72,7 +72,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sweep of corpora does not warn that each has its own tokenizer", "cli/sweep.py",
-        "config.data.source if learned else None", "None",
+        "(config.data.source, config.data.hub_files) if learned else None", "None",
         ["test_sweep.py::TestCommand::test_variants_that_will_not_be_compared_are_told_before_training"],
     ),
     Mutation(

@@ -309,8 +309,13 @@ MUTATIONS = [
     ),
     Mutation(
         "what an own optimizer counts in an attribute is lost", "optim/torch_optimizer.py",
-        "if now[name] != then.get(name):", "if False:",
+        "if then.get(name) is not None and now[name] != then[name]:", "if False:",
         ["test_torch_optimizer.py::test_an_attribute_that_a_step_changes_is_refused_at_once"],
+    ),
+    Mutation(
+        "what an own optimizer prepares in its first step is taken for a count", "optim/torch_optimizer.py",
+        "if then.get(name) is not None and now[name] != then[name]:", "if now[name] != then.get(name):",
+        ["test_torch_optimizer.py::test_attributes_that_stay_are_no_state"],
     ),
     Mutation(
         "a tensor that changes in place in an own optimizer is lost", "optim/torch_optimizer.py",

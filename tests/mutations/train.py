@@ -556,8 +556,18 @@ MUTATIONS = [
     ),
     Mutation(
         "blocks with activation checkpointing are not compiled", "training/parallel/strategy.py",
-        'block.forward if "forward" in vars(block) else block', "block",
+        'block.forward if "forward" in vars(block) and not _has_hooks(block) else block', "block",
         ["test_activation_checkpointing.py::test_blocks_that_are_compiled_one_by_one_are_compiled"],
+    ),
+    Mutation(
+        "a validation of other rows keeps what a backward pass needs", "training/compilation.py",
+        "torch.set_grad_enabled(len(tokens) == config.batch.micro_sequences)", "torch.enable_grad()",
+        ["test_compiled_parts.py::test_a_validation_of_other_rows_keeps_nothing_for_a_backward_pass"],
+    ),
+    Mutation(
+        "hooks of compiled blocks that are computed again are not called", "training/parallel/strategy.py",
+        'if "forward" in vars(block) and not _has_hooks(block) else', 'if "forward" in vars(block) else',
+        ["test_activation_checkpointing.py::test_hooks_of_blocks_are_called_whether_these_are_compiled_or_not"],
     ),
     Mutation(
         "a GPU embeds tokens uncompiled", "training/compilation.py",

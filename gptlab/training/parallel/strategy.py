@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from gptlab.config.optim import Role
 from gptlab.config.run import RunConfig
@@ -153,8 +153,17 @@ class Strategy:
 
     def compiled_blocks(self, compiled: Compile) -> Sequence[Callable[..., Tensor]]:
         """The model's blocks, compiled one by one."""
-        # Called as a module, a block whose `forward` is torch's `checkpoint` would not be compiled: Dynamo skips it.
-        return [compiled(block.forward if "forward" in vars(block) else block) for block in self.model.blocks]
+        # Called as a module, a block whose `forward` is torch's `checkpoint` is not compiled: Dynamo skips it. Only so
+        # are hooks of a caller's called.
+        return [
+            compiled(block.forward if "forward" in vars(block) and not _has_hooks(block) else block)
+            for block in self.model.blocks
+        ]
+
+
+def _has_hooks(module: Module) -> bool:
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(kinds)
 
 
 def named_roles(model: GPT) -> list[tuple[str, Parameter, Role]]:

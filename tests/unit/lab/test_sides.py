@@ -255,8 +255,10 @@ class TestWarnings:
 
     def test_runs(self, tmp_path: Path) -> None:
         killed = run(tmp_path / "killed", status="running", seed=1)
-        longer = run(tmp_path / "longer", {"config_changes": [{"step": 5}]}, seed=2)
-        again = run(tmp_path / "again", seed=2)
+        changes = [{"step": 5, "fields": {"horizon.amount": [5, 10]}}]
+        longer = run(tmp_path / "longer", {"config_changes": changes}, seed=2)
+        fewer_rows = [{"step": 0, "fields": {"batch.micro_sequences": [8, 4]}}]
+        again = run(tmp_path / "again", {"config_changes": fewer_rows}, seed=2)
         lost = run(tmp_path / "lost", seed=3, model__bias=True)
         (lost.path / "run.json").unlink()
         warnings = " | ".join(warnings_of({"A": [killed, longer, again], "B": [read_run(lost.path)]}))
@@ -267,6 +269,7 @@ class TestWarnings:
             "lost has no run.json that can be read",
         ):
             assert words in warnings
+        assert "again has another length" not in warnings
 
     def test_fields_within_a_side(self, tmp_path: Path) -> None:
         runs = [run(tmp_path / f"{n}", seed=n, model__bias=n == 1) for n in range(3)]

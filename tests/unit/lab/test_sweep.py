@@ -345,6 +345,8 @@ class TestCommand:
         learned = warned(*sources, "--data.val-source", "c.txt")  # a tokenizer of each source counts the tokens
         assert "--eval.tokens none" in learned
         assert "--data.val-source" not in learned
+        files = ("--data", "fineweb-edu", "--vary", "data.hub-files=1,2")
+        assert "--eval.tokens none" in warned(*files, "--data.val-source", "c.txt")
         assert warned(*sources, "--data.val-source", "c.txt", "--eval.tokens", "none") == ""
         assert warned(*sources, "--data.val-source", "c.txt", "--tokenizer.kind", "byte") == ""
         assert warned(*tokenizers, "--eval.tokens", "none") == warned("--vary", "depth=2,3") == ""

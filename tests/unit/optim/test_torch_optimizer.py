@@ -175,6 +175,7 @@ class Keeps(torch.optim.SGD):
         super().__init__(model.parameters(), lr=0.1)
         self.after_step, self.weights = after_step, list(model.parameters())
         self.t, self.best, self.mean, self.means = 0, float("nan"), torch.zeros(2), {"a": [torch.zeros(2)]}
+        self.counts, self.ready = np.zeros(2), False
         self.other = torch.optim.SGD(model.parameters())
         self.other.state = self.state
 
@@ -187,11 +188,11 @@ class Keeps(torch.optim.SGD):
     ("change", "name"),
     [
         (lambda one: setattr(one, "t", one.t + 1), "t"),
-        (lambda one: setattr(one, "new", 1), "new"),
+        (lambda one: one.counts.__iadd__(1), "counts"),
         (lambda one: one.mean.add_(1), "mean"),
         (lambda one: setattr(one, "mean", one.mean + 1), "mean"),
         (lambda one: one.means["a"][0].add_(1), "means"),
-        (lambda one: setattr(one.other, "k", 1), "k"),
+        (lambda one: setattr(one.other, "defaults", {**one.other.defaults, "k": 1}), "defaults"),
     ],
 )
 def test_an_attribute_that_a_step_changes_is_refused_at_once(change: Callable[[Any], object], name: str) -> None:
@@ -202,9 +203,27 @@ def test_an_attribute_that_a_step_changes_is_refused_at_once(change: Callable[[A
         step_with_gradients(optimizer)
 
 
-def test_attributes_that_stay_are_no_state() -> None:
+def test_an_attribute_that_the_first_step_makes_is_refused_where_the_second_changes_it() -> None:
     model = nn.Linear(1, 1)
-    step_with_gradients(TorchOptimizer(Keeps(model, lambda _: None), model))
+    optimizer = TorchOptimizer(Keeps(model, lambda one: setattr(one, "k", getattr(one, "k", 0) + 1)), model)
+    step_with_gradients(optimizer)
+    with pytest.raises(UserError, match="changes its attribute k"):
+        step_with_gradients(optimizer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: None,
+        lambda one: setattr(one, "ready", True),  # bitsandbytes
+        lambda one: one.__dict__.setdefault("room", torch.zeros(2)),
+    ],
+)
+def test_attributes_that_stay_are_no_state(change: Callable[[Any], object]) -> None:
+    """And what the first step prepares."""
+    model = nn.Linear(1, 1)
+    optimizer = TorchOptimizer(Keeps(model, change), model)
+    step_with_gradients(optimizer), step_with_gradients(optimizer)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True, "momentum": 0.9}, {"foreach": True}])

@@ -47,6 +47,19 @@ def test_blocks_that_are_compiled_one_by_one_are_compiled() -> None:
     assert len(computed) == 2
 
 
+def test_hooks_of_blocks_are_called_whether_these_are_compiled_or_not() -> None:
+    """Of compiled blocks they were not, without a word."""
+    model = model_of(1)
+    model.blocks[0].register_forward_hook(lambda *given: given[2] * 0.0)
+    _replace_passes(model, RuntimeConfig(activation_checkpointing=True))
+    blocks = Strategy(model, None, Group()).compiled_blocks(  # type: ignore[arg-type]
+        lambda function: torch.compile(function, dynamic=False, backend="eager")
+    )
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    assert not model.hidden(tokens).any()
+    assert not model.hidden(tokens, blocks).any()
+
+
 def test_each_block_is_computed_again_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(3)
     calls: list[int] = []

@@ -177,3 +177,20 @@ def test_an_own_optimizer_on_a_gpu_whose_compiler_fails(folder: Path, monkeypatc
     warm_up(session.state, passes, session.config, session.eval_sequences, warnings.append)
     assert warnings == ["training without torch.compile, which is slower: torch.compile failed: no linker"]
     assert session.state.optimizer.state_tensors() == {}
+
+
+@pytest.mark.parametrize("more_rows", [0, 1])
+def test_a_validation_of_other_rows_keeps_nothing_for_a_backward_pass(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, more_rows: int
+) -> None:
+    """With as many rows as in training, it runs what training compiled. With more, that took a training's memory."""
+    config = make_config(folder, "never-made", runtime__compile="on")
+    session = open_session(config, place_of(config), QuietConsole())
+    keeps: list[bool] = []
+    session.state.model.blocks[0].register_forward_hook(lambda *_: keeps.append(torch.is_grad_enabled()))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    passes = make_passes(session.state, config, pytest.fail)
+    tokens = torch.zeros(config.batch.micro_sequences + more_rows, config.model.seq_len, dtype=torch.int64)
+    with torch.no_grad():
+        passes.token_nats(tokens, tokens)
+    assert keeps == [more_rows == 0]
