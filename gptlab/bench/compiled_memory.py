@@ -80,11 +80,11 @@ def pass_memory(model: GPT, rows: int, *, recomputed: bool = False) -> PassMemor
     of_slices = slices * of_each + logits + product - of_each
     forward_peak = kept + head_kept + stream + width * table + of_slices
 
-    # Backward, the last block first, beside what all others keep and, with x0, the sum of its gradients. After it, a
-    # value embedding's gradient, in the type of its table, becomes the table's. The embedding's comes last.
+    # Backward, the last block first, beside what all others keep and, with x0, the sum of its gradients by later ones.
+    # After it, a value embedding's gradient, in the type of its table, becomes the table's. The embedding's comes last.
     value = tokens * config.kv_heads * config.head_dim * wide
     value_table = wide * config.padded_vocab_size * config.kv_heads * config.head_dim
-    beside = kept + (stream if config.residual_lambdas else 0)
+    beside, of_x0 = kept, 0
     backward_peak, summed = stream + wide * table, wide * table
     first_backward_peak = stream + sum(weight.nbytes for weight in model.parameters())
     for (is_gated, _), block in zip(reversed(kinds), reversed(blocks), strict=True):
@@ -93,9 +93,10 @@ def pass_memory(model: GPT, rows: int, *, recomputed: bool = False) -> PassMemor
         peak = block.backward_peak
         if is_gated:
             peak = max(peak, block.gradients + stream + value + value_table)
-        backward_peak = max(backward_peak, beside + peak)
-        first_backward_peak = max(first_backward_peak, beside + summed + peak)
+        backward_peak = max(backward_peak, beside + of_x0 + peak)
+        first_backward_peak = max(first_backward_peak, beside + of_x0 + summed + peak)
         summed += block.gradients + (value_table if is_gated else 0)
+        of_x0 = stream if config.residual_lambdas else 0
     return PassMemory(kept + head_kept, forward_peak, backward_peak, first_backward_peak)
 
 

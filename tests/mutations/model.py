@@ -14,6 +14,16 @@ ORACLE = "test_model.py::test_logits_loss_and_gradients_equal_the_oracle"
 
 MUTATIONS = [
     Mutation(
+        "squared ReLU has the slope of ReLU", "model/kernels/torch_ops.py",
+        "(2 * upstream * wide.sqrt())", "(upstream * wide.sqrt())",
+        ["test_torch_ops.py::test_squared_relu_keeps_its_result_alone"],
+    ),
+    Mutation(
+        "queries and keys keep the product that they were slices of", "model/kernels/torch_ops.py",
+        "ctx.save_for_backward(y, scale, cos, sin)", "ctx.save_for_backward(y, scale, cos, sin, x)",
+        ["test_torch_ops.py::test_heads_that_a_gpu_prepares_do_not_keep_the_product_that_they_were_slices_of"],
+    ),
+    Mutation(
         "a GPU's compiler gets a graph with every slice of the logits", "model/head.py",
         'one_slice = _slice if x.device.type == "cpu" else _slice_compiled_once', "one_slice = _slice",
         ["test_head.py::test_what_is_compiled_for_gpus_has_one_region_for_all_slices"],
