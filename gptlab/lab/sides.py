@@ -189,8 +189,9 @@ def _about_runs(sides: Sides) -> Iterator[str]:
 
 def _length_changed(changes: object) -> bool:
     """Others may be of the rows of a micro-batch, or of the limits of faults."""
-    fields = [one.get("fields", {}) for one in changes if isinstance(one, dict)] if isinstance(changes, list) else []
-    return any(name.startswith(("horizon.", "schedule.")) for names in fields for name in names)
+    fields = [one.get("fields") for one in changes if isinstance(one, dict)] if isinstance(changes, list) else []
+    names = [name for found in fields if isinstance(found, dict) for name in found]
+    return any(name.startswith(("horizon.", "schedule.")) for name in names)
 
 
 def _about_repetitions(sides: Sides) -> Iterator[str]:

@@ -119,9 +119,18 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that was trained on is repeated without a word", "app/run/repeat.py",
-        'case {"step": int(step), "fields": dict(fields)} if step > 0:',
-        'case {"step": int(step), "fields": dict(fields)} if step < 0:',
+        "if step > 0 and (kept", "if step < 0 and (kept",
         ["test_from.py::TestWarnings::test_of_the_configuration_while_it_trained"],
+    ),
+    Mutation(
+        "a run is repeated with a warning of what was given anew", "app/run/repeat.py",
+        "[*(fields.keys() - asked)]", "[*fields]",
+        ["test_from.py::TestWarnings::test_of_the_configuration_while_it_trained"],
+    ),
+    Mutation(
+        "the corpus of a lab's run has always changed", "app/run/loaded_run.py",
+        " and not of_a_lab:", ":",
+        ["test_cli_eval_sample.py::TestEval::test_the_training_text_of_a_lab_is_not_measured_as_if_it_validated"],
     ),
     Mutation(
         "a run that any number of processes computes alike is warned of another one", "app/run/repeat.py",

@@ -24,7 +24,7 @@ from gptlab.data.tokens.shards import TokenSplit
 from gptlab.eval.bits_per_byte import Evaluation, evaluate, nats_of, rows_of_pass
 from gptlab.eval.core import CoreResult, encode_tasks, measure_core
 from gptlab.eval.core_tasks import core_folder, find_bundle, read_tasks
-from gptlab.lab.experiments.folder import require_validation_text
+from gptlab.lab.experiments.folder import has_stand_in, require_validation_text
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels.ops import missing_kernels, multiply_by
 from gptlab.runtime.files.cache import cache_root
@@ -179,7 +179,8 @@ def evaluate_run(
         prepared = prepare(config.data, kept, console=console)
     require_same_run(config, {"data_fingerprint": prepared.fingerprint}, group)
     trained_on = run.directory.recorded().get("data_fingerprint")
-    if trained_on not in (None, prepared.fingerprint):
+    of_a_lab = has_stand_in(stored_config(run.directory).data)  # its own tokens, not those of the corpus
+    if trained_on not in (None, prepared.fingerprint) and not of_a_lab:
         corpus = ", ".join(config.data.source)
         if config.data.val_source:
             corpus += f", validated on {', '.join(config.data.val_source)},"

@@ -106,8 +106,8 @@ def what_differs(
     changes = recorded.get("config_changes")
     for change in changes if isinstance(changes, list) and not resumes else ():
         match change:
-            case {"step": int(step), "fields": dict(fields)} if step > 0:
-                names = _shown(", ".join(fields))
+            case {"step": int(step), "fields": dict(fields)} if step > 0 and (kept := [*(fields.keys() - asked)]):
+                names = _shown(", ".join(sorted(kept)))
                 yield (
                     f"the configuration of {run.path} changed after step {step} ({names}), and here holds from the "
                     "first step on: not bit for bit"

@@ -65,7 +65,9 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> 
     values = read_words(argv, fields, positionals=positionals)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.default is dataclasses.MISSING and field.name not in values:
-            raise UserError(f"{prog} needs {field.name.upper().replace('_', '-')} (see {prog} --help)")
+            name = field.name.replace("_", "-")
+            needed = name.upper() if field.name in positionals else f"--{name}"
+            raise UserError(f"{prog} needs {needed} (see {prog} --help)")
     return cls(**values)
 
 

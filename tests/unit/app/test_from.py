@@ -205,6 +205,7 @@ class TestWarnings:
         found = self.lines(tmp_path, config_changes=changes)
         assert found == [f"the configuration of /r changed after {one}, {ends}" for one in says]
         assert [*what_differs(RunDirectory(tmp_path / "r"), NOW, {}, resumes=True)] == []
+        assert [*what_differs(RunDirectory(tmp_path / "r"), NOW, {"horizon.amount": 5.0})] == []
 
     def test_not_of_what_was_asked_for(self, tmp_path: Path) -> None:
         then = {"device_name": "H200", "threads": 4, "dtype": "float32", "data_fingerprint": "x"}

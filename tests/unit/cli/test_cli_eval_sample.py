@@ -185,7 +185,12 @@ class TestEval:
         says = f"{tokens} is a lab's training text, and its judge keeps what validates (`gptlab lab show` has"
         assert says in refusal(capsys, "eval", run.path)
         assert says in refusal(capsys, "train", "--from", run.path, "--run-dir", tmp_path / "again")
-        assert "val_bpb" in printed(capsys, "eval", run.path, "--data", run.corpus)
+        record = json.loads((run.path / "run.json").read_text()) | {"data_fingerprint": "of the lab's own tokens"}
+        (run.path / "run.json").write_text(json.dumps(record))
+        assert main(["eval", str(run.path), "--data", str(run.corpus)]) == 0
+        measured = capsys.readouterr()
+        assert "val_bpb" in measured.out
+        assert "is not what it was" not in measured.err
 
     def test_a_damaged_run_json_ends_nothing(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         whole = printed(capsys, "eval", run.path)

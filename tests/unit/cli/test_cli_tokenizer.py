@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training(
     ("words", "expected"),
     [
         (["trian"], "nearest: train"),
-        (["train"], "needs OUT"),
+        (["train"], "needs --out"),
         (["train", "--out", "o", "--vocab-size", "99"], "tokenizer.vocab_size = 99"),
         (["train", "--out", "o", "--kind", "wordpiece"], "kind"),
         (["train", "--out", "o", "--data", "nowhere"], "no corpus 'nowhere'"),

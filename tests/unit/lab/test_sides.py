@@ -257,7 +257,7 @@ class TestWarnings:
         killed = run(tmp_path / "killed", status="running", seed=1)
         changes = [{"step": 5, "fields": {"horizon.amount": [5, 10]}}]
         longer = run(tmp_path / "longer", {"config_changes": changes}, seed=2)
-        fewer_rows = [{"step": 0, "fields": {"batch.micro_sequences": [8, 4]}}]
+        fewer_rows = [{"step": 0, "fields": {"batch.micro_sequences": [8, 4]}}, {"fields": 3}, 4]
         again = run(tmp_path / "again", {"config_changes": fewer_rows}, seed=2)
         lost = run(tmp_path / "lost", seed=3, model__bias=True)
         (lost.path / "run.json").unlink()
