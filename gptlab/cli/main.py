@@ -25,24 +25,24 @@ from gptlab.config.errors import (
 
 COMMANDS = {
     "train": ("gptlab.cli.train", "train a GPT, or resume a run (--resume); --list shows the recipes"),
-    "plan": ("gptlab.cli.plan", "size up a run without training: parameters, FLOPs, memory, steps, hours"),
+    "plan": ("gptlab.cli.plan", "size up a run in advance: parameters, FLOPs, memory, steps, hours"),
     "data": ("gptlab.cli.data", "list | prepare | inspect a corpus"),
     "tokenizer": ("gptlab.cli.tokenizer", "train | eval a tokenizer"),
-    "eval": ("gptlab.cli.eval", "measure a run: validation loss (nats/token) and bits per byte, or CORE"),
+    "eval": ("gptlab.cli.eval", "measure a run: validation loss and bits per byte, or CORE"),
     "compare": ("gptlab.cli.compare", "which runs are better, by how much, and whether it may be noise"),
     "sweep": ("gptlab.cli.sweep", "train variants of a run, each with several seeds, and compare them"),
     "ladder": ("gptlab.cli.ladder", "train a recipe at several depths, and fit a power law"),
     "runs": ("gptlab.cli.runs", "list run folders, or delete some or their checkpoints (runs prune)"),
-    "clean": ("gptlab.cli.clean", "free disk space: what the cache and old checkpoints hold, and what can go"),
-    "report": ("gptlab.cli.report", "write what a run did: report.html (curves, samples, provenance) and report.md"),
-    "tour": ("gptlab.cli.tour", "walk through a run, from text to sample: what happens, with its own numbers"),
+    "clean": ("gptlab.cli.clean", "free disk space that the cache and old checkpoints hold"),
+    "report": ("gptlab.cli.report", "write what a run did: curves, samples, provenance (HTML, Markdown)"),
+    "tour": ("gptlab.cli.tour", "walk through a run, from text to sample, with its own numbers"),
     "dash": ("gptlab.cli.dash", "show runs as a live page on this machine, with a box to prompt them"),
     "import": ("gptlab.cli.import_model", "hf | nanogpt: turn a model trained elsewhere into a run folder"),
     "sample": ("gptlab.cli.sample", "continue a text with a trained run"),
     "export": ("gptlab.cli.export", "write a trained model as a folder that transformers loads"),
-    "lab": ("gptlab.cli.lab", "experiments: change something, train, and learn whether it is better"),
+    "lab": ("gptlab.cli.lab", "experiments: change something, train, learn whether it is better"),
     "completion": ("gptlab.cli.completion", "bash | zsh | fish: a script that completes commands and arguments"),
-    "bench": ("gptlab.cli.bench", "measure this machine: peak FLOP/s, tokens/s, MFU, and the time of each part"),
+    "bench": ("gptlab.cli.bench", "measure this machine: peak FLOP/s, tokens/s, MFU, time of each part"),
 }
 
 TOGETHER = ("train", "eval", "sample")
@@ -60,18 +60,19 @@ commands:
 {chr(10).join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())}
 
 options:
-  -h, --help   this text; `gptlab COMMAND --help` lists the arguments with unit and default
+  -h, --help   this text; `gptlab COMMAND --help` has the arguments of a command
   --version    the version of gptlab
 
 examples:
-  gptlab train                                     three minutes, sized to this machine
-  gptlab train --data notes/ --minutes 20          on your own text files
+  gptlab train                             three minutes, sized to this machine
+  gptlab train --data notes/ --minutes 20  on your own text files
   gptlab train quickstart --depth 6 --steps 500 --model.window-pattern SSSL
-  gptlab train --resume runs/NAME                  continue a stopped run
-  gptlab train --from runs/NAME --seed 7           repeat a run with one field changed
+  gptlab train --resume runs/NAME          continue a stopped run
+  gptlab train --from runs/NAME --seed 7   repeat a run with one field changed
   gptlab sample runs/NAME --prompt "def main("
 
-exit codes: 0 finished, 2 wrong usage, input or environment, 3 training failed, 75 preempted (--resume continues)
+exit codes: 0 finished, 2 wrong usage, input or environment, 3 training failed,
+            75 preempted (--resume continues)
 """
 
 

@@ -227,7 +227,7 @@ def test_the_first_page(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(argv) == 0
         assert capsys.readouterr().out == HELP
     assert all(f"\n  {name} " in HELP for name in COMMANDS)
-    assert max(map(len, HELP.splitlines())) <= 120
+    assert max(map(len, HELP.splitlines())) <= 80
 
 
 def test_help_on_a_command(capsys: pytest.CaptureFixture[str]) -> None:
