@@ -30,10 +30,12 @@ from gptlab.runtime.records.table import table
 USAGE = """\
 usage: gptlab data list | prepare | inspect [ARGUMENTS]
 
-  list      corpora known by name, formats that are read, and what is already prepared
-  prepare   download a corpus that has a name, and turn it into tokens, once; training does the second by itself when
-            it has not been done, and never downloads. `prepare core` downloads the CORE tasks
-  inspect   prepare, then show counts, bytes, tokens, lengths, what rows are made, and one row as text
+  list      corpora known by name, formats that are read, and what is prepared
+  prepare   download a corpus that has a name, and turn it into tokens, once;
+            training does the second by itself when it has not been done, and
+            never downloads. `prepare core` downloads the CORE tasks
+  inspect   prepare, then show counts, bytes, tokens, lengths, what rows are
+            made, and one row as text
 
 `gptlab data COMMAND --help` has every argument with its unit and default."""
 

@@ -12,11 +12,13 @@ PROG = "gptlab import"
 HELP = """\
 usage: gptlab import {hf,nanogpt} PATH DIR [ARGUMENTS]
 
-  hf       a GPT-2 or NanoChat as transformers keeps it, or what `gptlab export` wrote: a folder, or a name on the
-           Hugging Face hub (gpt2, gpt2-medium, gpt2-large, gpt2-xl, OWNER/NAME), which is downloaded
+  hf       a GPT-2 or NanoChat as transformers keeps it, or what `gptlab export`
+           wrote: a folder, or a name on the Hugging Face hub (gpt2,
+           gpt2-medium, gpt2-large, gpt2-xl, OWNER/NAME), which is downloaded
   nanogpt  nanoGPT's ckpt.pt, read so that nothing in it can run
 
-DIR becomes a run folder for `gptlab sample`, `eval` and `export`, and for `gptlab train --init-from DIR`."""
+DIR becomes a run folder for `gptlab sample`, `eval` and `export`, and for
+`gptlab train --init-from DIR`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

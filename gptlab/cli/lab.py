@@ -64,7 +64,7 @@ commands:
 
 NAME is a folder below labs/, or a path. Every command but new and run takes --json.
 
-exit codes of try: 0 keep, 10 discard, 11 inconclusive, 12 no-op, 13 invalid, 14 crashed, 15 timed-out
+exit codes of try:  0 keep, 10 discard, 11 inconclusive, 12 no-op, 13 invalid, 14 crashed, 15 timed-out
 exit codes of promote: 0 confirmed, 10 not confirmed
 """
 

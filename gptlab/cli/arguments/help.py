@@ -83,6 +83,18 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
     )
 
 
+def fitted(text: str, width: int = WIDTH) -> str:
+    """Break lines longer than `width`: each goes on below where its last column begins."""
+    lines = []
+    for line in text.split("\n"):
+        margin = " " * (line.rfind("  ") + 2 if "  " in line else 0)
+        broken = textwrap.wrap(
+            line, width, subsequent_indent=margin, break_on_hyphens=False, break_long_words=False
+        )  # fmt: skip
+        lines += broken if len(line) > width else [line]
+    return "\n".join(lines)
+
+
 def field_docs(cls: type) -> dict[str, str]:
     """{dotted name: docstring of the field}, with the names of `leaf_fields`."""
     docs: dict[str, str] = {}

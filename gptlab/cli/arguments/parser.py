@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
-from gptlab.cli.arguments.help import HELP_FLAGS, command_help
+from gptlab.cli.arguments.help import HELP_FLAGS, command_help, fitted
 from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_positive
 from gptlab.config.foreign_names import answer
 from gptlab.config.load import leaf_fields, unknown_field, value_from_text, wanted
@@ -115,7 +115,7 @@ def run_subcommand(
     if name == DESCRIBE:
         raise DescribedError({}, commands=[*commands])
     if name in ("-h", "--help", "help"):
-        print(usage)
+        print(fitted(usage))
         return 0
     if name not in commands:
         nearest = nearest_name(name, commands) or next(iter(commands))

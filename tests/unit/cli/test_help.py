@@ -14,6 +14,7 @@ from cpu_limit import cpu_limit
 
 import gptlab
 from gptlab.app.run.run_request import TrainArguments
+from gptlab.cli.arguments.help import fitted
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.main import COMMANDS, HELP, main
 from gptlab.config import foreign_names
@@ -215,11 +216,19 @@ def test_the_answer_to_warmup_iters_gives_nanogpts_rates() -> None:
     assert [lr_scale(schedule, step / 16, 1 / 16) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
-@pytest.mark.parametrize("command", ["data", "tokenizer", "import"])
+@pytest.mark.parametrize("command", ["data", "tokenizer", "import", "lab"])
 def test_groups_list_their_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for group, *names in LEAVES if group == command for name in names)
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_long_lines_go_on_where_their_last_column_begins() -> None:
+    assert fitted("usage: one\n\n  name   one two three four\none two three four\n", 16) == (
+        "usage: one\n\n  name   one two\n         three\n         four\none two three\nfour\n"
+    )
+    assert fitted("  name  https://example.org/a-b", 16) == "  name\n        https://example.org/a-b"
 
 
 def test_the_first_page(capsys: pytest.CaptureFixture[str]) -> None:
