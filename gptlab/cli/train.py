@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from shutil import get_terminal_size
 
 from gptlab.app.run.run_request import TrainArguments
+from gptlab.cli.arguments.help import fitted
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import EXIT_PREEMPTED
 
@@ -34,5 +36,5 @@ def main(argv: list[str]) -> int:
 def _list_recipes() -> int:
     from gptlab.cli.arguments.run_help import recipe_list
 
-    print(recipe_list())
+    print(fitted(recipe_list(), get_terminal_size().columns))
     return 0

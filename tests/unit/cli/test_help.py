@@ -16,6 +16,7 @@ import gptlab
 from gptlab.app.run.run_request import TrainArguments
 from gptlab.cli.arguments.help import fitted
 from gptlab.cli.arguments.parser import read_request
+from gptlab.cli.arguments.run_help import recipe_list
 from gptlab.cli.main import COMMANDS, HELP, main
 from gptlab.config import foreign_names
 from gptlab.config.recipes import RECIPES, configure
@@ -222,6 +223,17 @@ def test_groups_list_their_commands(command: str, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert all(name in out for group, *names in LEAVES if group == command for name in names)
     assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_lists_fit_the_terminal(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    recipes = shown(capsys, "train", "--list")
+    assert max(map(len, recipes.splitlines())) <= width
+    assert re.findall(r"^\S+", recipes, re.MULTILINE) == list(RECIPES)
+    assert " ".join(recipes.split()) == " ".join(recipe_list().split())
 
 
 def test_long_lines_go_on_where_their_last_column_begins() -> None:
