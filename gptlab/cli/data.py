@@ -8,10 +8,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Any, get_args
 
 import numpy as np
 
+from gptlab.cli.arguments.help import fitted
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
 from gptlab.config.errors import Limit, NotNegative, Positive, UserError, checked_dataclass, nearest_name
 from gptlab.config.run import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
@@ -136,16 +138,18 @@ def _list(argv: list[str]) -> None:
     if arguments.json:
         print(to_json(listed, indent=2))
         return
+    width = get_terminal_size().columns
     print("corpora for --data, and several of them one after the other:")
-    _print_table(SOURCES, "<<")
+    _print_table(SOURCES, "<<", width)
     print("\nby name:")
-    header = ["name", "on this machine", "files of all", "size", "license", "address"]
-    core = [CORE, "yes" if listed["core"] else "no", "1", "0.2 GB", "each task its own", CORE_BUNDLE.address]
-    _print_table([header, *map(_corpus_row, listed["corpora"]), core], "<<>><<")
+    header = ["name", "here", "files of all", "size", "license"]
+    core = [CORE, "yes" if listed["core"] else "no", "1", "0.2 GB", "each task its own"]
+    _print_table([header, *map(_corpus_row, listed["corpora"]), core], "<<>><", width)
     print()
-    for corpus in CORPORA:
-        print(f"  {corpus.name}: {corpus.what}\n    {corpus.lineage}")
-    print(f"  {CORE}: 22 tasks for `gptlab eval RUN --core` (DCLM, arXiv 2406.11794)\n    nanochat")
+    about = [(corpus.name, corpus.what, corpus.lineage, corpus.place.address) for corpus in CORPORA]
+    about += [(CORE, "22 tasks for `gptlab eval RUN --core` (DCLM, arXiv 2406.11794)", "nanochat", CORE_BUNDLE.address)]
+    for name, what, lineage, address in about:
+        print(fitted(f"  {name}\n    {what}\n    {lineage}", width) + f"\n    {address}")
     print(f"\nprepared in {root}:")
     header = ["fingerprint", "corpus", "split", "tokenizer", "tokens", "MB"]
     if listed["prepared"]:
@@ -172,7 +176,7 @@ def _corpus_row(corpus: Mapping[str, Any]) -> list[str]:
     n_files, all_files = corpus["default_files"], corpus["all_files"]
     files = f"{n_files:,}" if n_files == all_files else f"{n_files:,} of {all_files:,}"
     size = size_text(n_files * corpus["file_bytes"])
-    return [corpus["name"], corpus["here"], files, size, corpus["license"], corpus["address"]]
+    return [corpus["name"], corpus["here"], files, size, corpus["license"]]
 
 
 def _prepared(folder: Path) -> dict[str, Any]:
@@ -308,7 +312,9 @@ def _print_row(rows: RowSource, index: int, tokenizer: Tokenizer) -> None:
         print(f"  ... and {len(text) - SHOWN_CHARACTERS:,} characters more")
 
 
-def _print_table(rows: Iterable[Sequence[str]], alignments: str) -> None:
-    """Cells without control characters: names of files and corpora may be of an untrusted source."""
+def _print_table(rows: Iterable[Sequence[str]], alignments: str, width: int | None = None) -> None:
+    """Cells without control characters: names of files and corpora may be of an untrusted source. `width`: break longer
+    lines within the last column."""
     shown = [[cell.translate(CONTROLS) for cell in row] for row in rows]
-    print(textwrap.indent(table(shown, alignments), "  "))
+    text = textwrap.indent(table(shown, alignments), "  ")
+    print(text if width is None else fitted(text, width))

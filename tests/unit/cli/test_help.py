@@ -21,6 +21,7 @@ from gptlab.cli.main import COMMANDS, HELP, main
 from gptlab.config import foreign_names
 from gptlab.config.recipes import RECIPES, configure
 from gptlab.config.run import RunConfig
+from gptlab.data.corpus.known_corpora import CORPORA
 from gptlab.optim.schedule import lr_scale
 
 ROOT = Path(__file__).parents[3]
@@ -234,6 +235,9 @@ def test_the_lists_fit_the_terminal(
     assert max(map(len, recipes.splitlines())) <= width
     assert re.findall(r"^\S+", recipes, re.MULTILINE) == list(RECIPES)
     assert " ".join(recipes.split()) == " ".join(recipe_list().split())
+    listed = shown(capsys, "data", "list", "--cache-dir", str(tmp_path)).partition("\nprepared in ")[0]
+    assert max(len(line) for line in listed.splitlines() if "https://" not in line) <= width
+    assert all(f"\n    {corpus.place.address}\n" in listed for corpus in CORPORA)
 
 
 def test_long_lines_go_on_where_their_last_column_begins() -> None:
