@@ -141,8 +141,8 @@ def _folders(given: Sequence[str]) -> list[Path]:
 
 
 def _lines(runs: Sequence[ListedRun], width: int, *, curves: bool = False) -> Iterator[str]:
-    """A table; where it is wider than the terminal, what a run is has a line of its own. `curves`: with one of bits per
-    byte before it."""
+    """A table; where it is wider than the terminal, what a run is has a line of its own, and then its name too.
+    `curves`: with one of bits per byte before it."""
     if not runs:
         return
     rows = [("run", "status", "val_bpb", "tokens", "seconds", "disk")]
@@ -157,7 +157,10 @@ def _lines(runs: Sequence[ListedRun], width: int, *, curves: bool = False) -> It
         )
         for run in runs
     ]
-    lines = table(rows, "<<>>>>").split("\n")
+    lines, above = table(rows, "<<>>>>").split("\n"), [""] * len(rows)
+    if max(map(len, lines)) > width:
+        above[1:] = [f"{name}\n" for name, *_ in rows[1:]]
+        lines = table([rows[0], *(("", *figures) for _, *figures in rows[1:])], "<<>>>>").split("\n")
     common = set.intersection(*(set(_changes(run)) for run in runs))
     about = ["recipe, and what differs from it", *(_cut(_about(run, common), _MAX_ABOUT_CHARACTERS) for run in runs)]
     if curves:
@@ -168,11 +171,11 @@ def _lines(runs: Sequence[ListedRun], width: int, *, curves: bool = False) -> It
         about = [f"{curve:<{_CURVE}}  {text}" for curve, text in zip(shown, about, strict=True)]
     longest = max(map(len, lines))
     on_one_line = longest + 2 + max(map(len, about)) <= width
-    for number, (line, text) in enumerate(zip(lines, about, strict=True)):
+    for number, (name, line, text) in enumerate(zip(above, lines, about, strict=True)):
         if on_one_line:
-            yield f"{line:<{longest}}  {text}"
+            yield f"{name}{line:<{longest}}  {text}"
         else:
-            yield f"{line}\n    {_cut(text, max(width - 4, 40))}" if number else line
+            yield f"{name}{line}\n    {_cut(text, max(width - 4, 40))}" if number else line
 
 
 def _about(run: ListedRun, common: Collection[str]) -> str:

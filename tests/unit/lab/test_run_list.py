@@ -289,6 +289,18 @@ class TestCommand:
             "", "model.activation=gelu seed=7", "model.activation=gelu_tanh seed=7"  # what all have comes last
         ]  # fmt: skip
 
+    def test_a_long_name_stands_above_its_figures(self, tmp_path: Path) -> None:
+        for name in ("short", "nanogpt-shakespeare-char-20261127-234002"):
+            of_recipe(tmp_path / name, seed=7, model__activation="gelu")
+        runs = [replace(run, path=Path("runs") / run.path.name) for run in list_runs([tmp_path])]
+        lines = [line for row in _lines(runs, 80) for line in row.splitlines()]
+        assert max(map(len, lines)) <= 80
+        assert len(lines) == 1 + 3 * 2
+        assert {lines[1], lines[4]} == {"runs/short", "runs/nanogpt-shakespeare-char-20261127-234002"}
+        for line in (lines[2], lines[5]):
+            assert line.split()[:2] == ["finished", "3.0000"]
+            assert line.index("finished") == lines[0].index("status")
+
     def test_pruning_asks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write_run(tmp_path / "runs" / "a", [4.0], status="failed")
         monkeypatch.chdir(tmp_path)
