@@ -116,7 +116,8 @@ class _RotatedAndNormed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        y = (_turned(wide, cos, sin) * scale).to(x.dtype)
+        y = _turned(wide, cos, sin) * scale
+        y = y if y.dtype == x.dtype else y.to(x.dtype)  # no alias: see `HeadLoss`
         ctx.save_for_backward(y, scale, cos, sin)
         return y
 
