@@ -200,7 +200,7 @@ def _run(argv: list[str]) -> int:
     lab.require_baseline()
     proposers = [one for one in (given.agent, given.search) if one is not None]
     if len(proposers) == 2 or not (proposers or in_flight(lab)):
-        raise UserError("nothing to finish, or two that propose: give --agent 'COMMAND', or --search SPACE.toml")
+        raise UserError("with no experiment in flight, give one of --agent 'COMMAND' and --search SPACE.toml, not both")
     if given.launcher == "slurm":
         return _submit(lab, given)
     until = None if given.until is None else time.monotonic() + _seconds(given.until)

@@ -79,7 +79,7 @@ class Loader(AbstractContextManager["Loader"]):
     def cut(self, micro_sequences: int, micro_batches: int) -> None:
         """Divide each step, from the next one on, into so many micro-batches of so many rows."""
         self.close()
-        self._micro_sequences, self._micro_batches = micro_sequences, micro_batches
+        self.micro_sequences, self._micro_batches = micro_sequences, micro_batches
         end = -(-micro_batches // self._world_size) * self._world_size if self._fill else micro_batches
         self._micro_indices = tuple(range(self._rank, end, self._world_size))
 
@@ -135,8 +135,8 @@ class Loader(AbstractContextManager["Loader"]):
 
     def make(self, step: int) -> StepBatch:
         """Step `step` in host memory, pinned where the device is a GPU."""
-        per_step = self._micro_batches * self._micro_sequences
-        everywhere = step * per_step + np.arange(per_step).reshape(self._micro_batches, self._micro_sequences)
+        per_step = self._micro_batches * self.micro_sequences
+        everywhere = step * per_step + np.arange(per_step).reshape(self._micro_batches, self.micro_sequences)
         mine = np.array(self._micro_indices, dtype=np.int64)
         epochs, indices = np.divmod(everywhere[np.minimum(mine, self._micro_batches - 1)], self.rows.rows_per_epoch)
         # int64 for numpy to widen to: a torch operation in this thread would start a second pool of OpenMP threads.

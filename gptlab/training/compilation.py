@@ -116,7 +116,7 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
     def logits(tokens: Tensor) -> Tensor:
         # Gradients on, so that validation uses the blocks that training compiled. Another number of rows compiles its
         # own, which keep nothing for a backward pass.
-        with torch.set_grad_enabled(len(tokens) == config.batch.micro_sequences):
+        with torch.set_grad_enabled(len(tokens) == state.loader.micro_sequences):
             hidden = model.hidden(tokens, blocks, embed).detach()
         return head_logits(hidden)
 

@@ -107,7 +107,7 @@ MUTATIONS = [
         ["test_own_parts.py::test_models_that_it_loads_change_nothing_for_the_run"],
     ),
     Mutation(
-        "a run goes on without gradients as a hook has left them", "app/run/own_parts.py",
+        "a hook turns off the gradients of the run", "app/run/own_parts.py",
         "torch.set_grad_enabled(torch.is_grad_enabled()):", "implementations_kept():",
         ["test_own_parts.py::test_a_hook_may_turn_gradients_off"],
     ),

@@ -123,7 +123,7 @@ MUTATIONS = [
         ["test_from.py::TestWarnings::test_of_the_configuration_while_it_trained"],
     ),
     Mutation(
-        "a run is repeated with a warning of what was given anew", "app/run/repeat.py",
+        "a run that is repeated warns of fields that were given", "app/run/repeat.py",
         "[*(fields.keys() - asked)]", "[*fields]",
         ["test_from.py::TestWarnings::test_of_the_configuration_while_it_trained"],
     ),

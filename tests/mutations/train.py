@@ -561,7 +561,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a validation of other rows keeps what a backward pass needs", "training/compilation.py",
-        "torch.set_grad_enabled(len(tokens) == config.batch.micro_sequences)", "torch.enable_grad()",
+        "torch.set_grad_enabled(len(tokens) == state.loader.micro_sequences)", "torch.enable_grad()",
         ["test_compiled_parts.py::test_a_validation_of_other_rows_keeps_nothing_for_a_backward_pass"],
     ),
     Mutation(

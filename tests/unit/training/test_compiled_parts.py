@@ -183,14 +183,16 @@ def test_an_own_optimizer_on_a_gpu_whose_compiler_fails(folder: Path, monkeypatc
 def test_a_validation_of_other_rows_keeps_nothing_for_a_backward_pass(
     folder: Path, monkeypatch: pytest.MonkeyPatch, more_rows: int
 ) -> None:
-    """With as many rows as in training, it runs what training compiled. With more, that took a training's memory."""
+    """With as many rows as in training, it runs what training compiled. With more, that took a training's memory. The
+    rows are those in force: a warm-up for which memory was too small halves them."""
     config = make_config(folder, "never-made", runtime__compile="on")
     session = open_session(config, place_of(config), QuietConsole())
     keeps: list[bool] = []
     session.state.model.blocks[0].register_forward_hook(lambda *_: keeps.append(torch.is_grad_enabled()))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     passes = make_passes(session.state, config, pytest.fail)
-    tokens = torch.zeros(config.batch.micro_sequences + more_rows, config.model.seq_len, dtype=torch.int64)
+    session.state.loader.cut(1, config.batch.total_tokens // config.model.seq_len)
+    tokens = torch.zeros(1 + more_rows, config.model.seq_len, dtype=torch.int64)
     with torch.no_grad():
         passes.token_nats(tokens, tokens)
     assert keeps == [more_rows == 0]
