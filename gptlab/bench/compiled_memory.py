@@ -82,7 +82,7 @@ def pass_memory(model: GPT, rows: int, *, recomputed: bool = False) -> PassMemor
 
     # Backward, the last block first, beside what all others keep and, with x0, the sum of its gradients by later ones.
     # After it, a value embedding's gradient, in the type of its table, becomes the table's. The embedding's comes last.
-    value = tokens * config.kv_heads * config.head_dim * wide
+    value = tokens * config.kv_heads * config.head_dim * width
     value_table = wide * config.padded_vocab_size * config.kv_heads * config.head_dim
     beside, of_x0 = kept, 0
     backward_peak, summed = stream + wide * table, wide * table

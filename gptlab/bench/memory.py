@@ -120,11 +120,13 @@ def _compiled_activations(model: GPT, config: RunConfig, gradients: int) -> int 
     if passes is None:
         return None
     from gptlab.bench.compiled_memory import WORKSPACE
+    from gptlab.training.captured_steps import is_small
 
     first = max(passes.forward_peak, passes.first_backward_peak)
     later = gradients + max(passes.forward_peak, passes.backward_peak) if config.micro_batches > 1 else 0
-    # In validation the gradients are freed.
-    return max(first, later, _logits_bytes(model, config, compiled=True)) - gradients + WORKSPACE
+    # In validation the gradients are freed. CUDA graphs have workspaces of their own.
+    workspaces = WORKSPACE * (2 if is_small(model, config) else 1)
+    return max(first, later, _logits_bytes(model, config, compiled=True)) - gradients + workspaces
 
 
 def _uncompiled_activations(model: GPT, config: RunConfig, gradients: int) -> int:

@@ -231,11 +231,12 @@ class GPT(nn.Module):
 
     def hidden(
         self, tokens: Tensor, blocks: Sequence[Callable[..., Tensor]] | None = None,
-        embed: Callable[..., Tensor] | None = None, cache: KVCache | None = None,
+        embed: Callable[..., Tensor] | None = None, look_up: Callable[..., Tensor] | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:  # fmt: skip
         """The residual stream after the last block, (B, T, C) in compute_dtype.
 
-        `blocks` and `embed` replace the model's own: the same ones, compiled.
+        `blocks`, `embed` and `look_up` replace the model's own: the same ones, compiled.
         """
         start = 0 if cache is None else cache.length
         stop = start + tokens.shape[1]
@@ -249,7 +250,7 @@ class GPT(nn.Module):
             lambdas = (self.residual_lambdas[layer], self.x0_lambdas[layer]) if self.config.residual_lambdas else None
             # Looked up only here: so a backward pass completes a table's gradient with its block's, and not at its end.
             tables, name = self.value_embeddings, str(layer)
-            value = tables[name](tokens).to(x.dtype) if name in tables else None
+            value = (look_up or self.look_up)(tables[name], tokens) if name in tables else None
             x = block(x, x0, lambdas, value, rotary, cache, documents)
         return x
 
@@ -273,6 +274,11 @@ class GPT(nn.Module):
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         return self.dropout(x)
+
+    def look_up(self, table: nn.Module, tokens: Tensor) -> Tensor:
+        """A value embedding of tokens (B, T): (B, T, G * D) in compute_dtype."""
+        value: Tensor = table(tokens).to(self.compute_dtype)
+        return value
 
     def mask_documents(self, bos_id: int, room: DocumentRoom | None = None) -> None:
         """From here on, tokens attend only to their own document, which begins with BOS, except with a cache."""

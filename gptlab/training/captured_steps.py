@@ -16,6 +16,7 @@ from torch import Tensor
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
 from gptlab.model.counting import flops_per_token
+from gptlab.model.gpt import GPT
 from gptlab.optim.combined import CombinedOptimizer
 from gptlab.runtime.hardware.rng import fold_seed, seed_torch
 from gptlab.training.parallel.strategy import Strategy
@@ -23,9 +24,17 @@ from gptlab.training.queued_steps import queued_update
 from gptlab.training.state import TrainState
 from gptlab.training.step import LossFunction, Rates
 
-MOST_FLOPS = 4e12
-"""Of a micro-batch, forward and backward: 10 ms at 400 TFLOP/s. The host launches the kernels of nanochat with 12
-layers in 8 ms. Graphs keep the memory that they compute in, which evaluations could otherwise use."""
+MOST_FLOPS = 2e13
+"""Of a micro-batch, forward and backward: 45 ms at 45% of an H100's peak. A host launches the kernels of twelve layers
+in 10 to 30 ms: those of GPT-2's 1e13 FLOP took 31, where the GPU computes for 25 (docs/LOG.md, 2026-11-28). Graphs keep
+the memory that they compute in, which evaluations could otherwise use."""
+
+
+def is_small(model: GPT, config: RunConfig) -> bool:
+    """Whether the host could take longer for a micro-batch than the GPU, and memory is no concern: torch's checkpoint
+    restores generators, which a graph cannot."""
+    flops = flops_per_token(model).total * config.micro_tokens
+    return flops <= MOST_FLOPS and not config.runtime.activation_checkpointing
 
 
 def capture(
@@ -38,11 +47,10 @@ def capture(
     `validate`: a validation pass, which must have room beside the memory of the graphs. `warn` is called where it has
     none, or a capture fails.
     """
-    flops = flops_per_token(state.model).total * config.micro_tokens
     is_plain = type(state.strategy) is Strategy and type(state.optimizer) is CombinedOptimizer
     is_own = is_plain and not state.model.is_replaced and torch.version.hip is None
     is_queued = state.loss_scale is None and not config.faults.spike_factor and not config.eval.only
-    if flops > MOST_FLOPS or not (is_own and is_queued) or config.data.mask_documents:
+    if not (is_small(state.model, config) and is_own and is_queued) or config.data.mask_documents:
         return None
     try:
         captured = CapturedStep(state, loss_sum, config)

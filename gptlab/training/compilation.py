@@ -108,16 +108,20 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
     # graphs, and these are cut alike for any number of processes.
     blocks = state.strategy.compiled_blocks(compiled)
     head_loss, head_logits = compiled(model.head_loss), compiled(model.logits)
-    embed = compiled(model.embed) if model.platform == "cuda" else None
+    is_gpu = model.platform == "cuda"
+    embed = compiled(model.embed) if is_gpu else None
+    # Uncompiled, the gradient of a table takes three times as long: it sorts the tokens, and writes its rows first in
+    # float32 (docs/LOG.md, 2026-11-28). With FSDP2, whose hooks are around a table, nothing would be left to compile.
+    look_up = compiled(model.look_up) if is_gpu and not state.strategy.is_sharded else None
 
     def loss_sum(tokens: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
-        return head_loss(model.hidden(tokens, blocks, embed), targets, scale)
+        return head_loss(model.hidden(tokens, blocks, embed, look_up), targets, scale)
 
     def logits(tokens: Tensor) -> Tensor:
         # Gradients on, so that validation uses the blocks that training compiled. Another number of rows compiles its
         # own, which keep nothing for a backward pass.
         with torch.set_grad_enabled(len(tokens) == state.loader.micro_sequences):
-            hidden = model.hidden(tokens, blocks, embed).detach()
+            hidden = model.hidden(tokens, blocks, embed, look_up).detach()
         return head_logits(hidden)
 
     return Passes(state.strategy.as_forward(loss_sum), nats_by(state.strategy.as_forward(logits)), "inductor", plain)

@@ -278,6 +278,11 @@ MUTATIONS = [
         ["test_queued_steps.py::test_no_step_in_which_the_host_has_a_part"],
     ),
     Mutation(
+        "steps that restore generators are captured", "training/captured_steps.py",
+        " and not config.runtime.activation_checkpointing", "",
+        ["test_queued_steps.py::test_no_step_in_which_the_host_has_a_part"],
+    ),
+    Mutation(
         "a GPU times steps whatever the text is", "app/sizing.py",
         "last.flops_per_second is None and text_ends_first(last, config)", "False",
         ["test_train_run.py::test_a_gpu_trains_four_epochs_of_the_text_that_was_prepared"],
@@ -359,7 +364,7 @@ MUTATIONS = [
     ),
     Mutation(
         "validation runs uncompiled blocks", "training/compilation.py",
-        "hidden = model.hidden(tokens, blocks, embed).detach()", "hidden = model.hidden(tokens).detach()",
+        "hidden = model.hidden(tokens, blocks, embed, look_up).detach()", "hidden = model.hidden(tokens).detach()",
         ["test_compiled_run.py::test_what_is_compiled_and_for_one_shape"],
         ["Autocast to bfloat16, but not in validation"],
     ),
@@ -571,8 +576,18 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU embeds tokens uncompiled", "training/compilation.py",
-        'embed = compiled(model.embed) if model.platform == "cuda" else None', "embed = None",
+        "embed = compiled(model.embed) if is_gpu else None", "embed = None",
         ["test_compiled_parts.py::test_what_is_compiled"],
+    ),
+    Mutation(
+        "a GPU looks value embeddings up uncompiled", "training/compilation.py",
+        "look_up = compiled(model.look_up) if is_gpu and not state.strategy.is_sharded else None", "look_up = None",
+        ["test_compiled_parts.py::test_what_is_compiled"],
+    ),
+    Mutation(
+        "a plan forgets the workspaces of CUDA graphs", "bench/memory.py",
+        "WORKSPACE * (2 if is_small(model, config) else 1)", "WORKSPACE",
+        ["test_compiled_memory.py::test_memory_of_a_step_by_hand"],
     ),
     Mutation(
         "a GPU that is named by its number is not the current one", "runtime/hardware/device.py",

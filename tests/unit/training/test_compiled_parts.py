@@ -36,8 +36,8 @@ def share_matrices(state: TrainState, config: RunConfig, group: Group) -> None:
 
 
 BLOCKS = {"Block": 1, "GPT.head_loss": 1, "GPT.logits": 1}
-ON_GPUS = {"updated": 1, "GPT.embed": 1, **BLOCKS}
-RECOMPUTED = {"updated": 1, "GPT.embed": 1, "partial": 1, "GPT.head_loss": 1, "GPT.logits": 1}  # of torch's checkpoint
+ON_GPUS = {"updated": 1, "GPT.embed": 1, "GPT.look_up": 1, **BLOCKS}
+RECOMPUTED = {name if name != "Block" else "partial": count for name, count in ON_GPUS.items()}  # of torch's checkpoint
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ RECOMPUTED = {"updated": 1, "GPT.embed": 1, "partial": 1, "GPT.head_loss": 1, "G
         ("cuda", 1, "data", ON_GPUS),
         ("cuda", 1, "recomputed", RECOMPUTED),
         ("cuda", 2, "data", ON_GPUS),
-        ("cuda", 2, "sharded", {"orthogonal_update": 1, "GPT.embed": 1, **BLOCKS}),
+        ("cuda", 2, "sharded", {"orthogonal_update": 1, "GPT.embed": 1, **BLOCKS}),  # a table's hooks stay as they are
         ("cuda", 2, "exact", ON_GPUS),
         ("cpu", 1, "data", BLOCKS),
         ("cpu", 2, "sharded", BLOCKS),
@@ -65,7 +65,7 @@ def test_what_is_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch, platform: Platform, ranks: int, kind: str, expected: dict[str, int]
 ) -> None:
     """Each part of the model by itself, whatever the number of processes: a compiled graph draws the dropout of all
-    that it holds. On GPUs also the embedding, and Muon."""
+    that it holds. On GPUs also the embedding, the value embeddings, and Muon."""
     config = make_config(
         folder, "never-made", runtime__compile="on", model__dropout=0.0,
         parallel__exact_any_world_size=kind == "exact", runtime__activation_checkpointing=kind == "recomputed",
@@ -75,6 +75,7 @@ def test_what_is_compiled(
     session.state.strategy.group = group = Group(World(0, ranks))
     if kind == "sharded":
         share_matrices(session.state, session.config, group)
+        session.state.strategy.is_sharded = True
     names: dict[str, int] = {}
 
     def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -106,6 +107,22 @@ def test_more_graphs_of_a_function_than_torch_permits_by_itself(folder: Path) ->
     for size in range(1, 11):
         doubled(torch.ones(size))
     assert len(made) == 10
+
+
+def test_value_embeddings_share_a_graph(folder: Path) -> None:
+    config = make_config(folder, "never-made", model__n_layer=6, model__value_embeddings=True, model__dropout=0.0)
+    model = open_session(config, place_of(config), QuietConsole()).state.model
+    made: list[object] = []
+
+    def count(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        made.append(module)
+        return module.forward
+
+    look_up = torch.compile(model.look_up, dynamic=False, backend=count)
+    tokens = torch.zeros(2, config.model.seq_len, dtype=torch.int64)
+    assert torch.equal(model.hidden(tokens, look_up=look_up), model.hidden(tokens))
+    assert len(model.value_embeddings) == 3
+    assert len(made) == 1
 
 
 def fails(*args: Any) -> None:

@@ -266,8 +266,12 @@ def test_a_captured_step_refuses_a_broken_update(folder: Path, on_a_cpu: None, b
 
 
 @pytest.mark.parametrize(
-    "changes", [{"eval__only": True}, {"faults__spike_factor": 3.0}, {"data__mask_documents": True}]
-)
+    "changes",
+    [
+        {"eval__only": True}, {"faults__spike_factor": 3.0}, {"data__mask_documents": True},
+        {"runtime__activation_checkpointing": True},
+    ],
+)  # fmt: skip
 def test_no_step_in_which_the_host_has_a_part(folder: Path, on_a_cpu: None, changes: dict[str, Any]) -> None:
     assert not capture(open_tiny(folder, **changes))
 
