@@ -144,7 +144,7 @@ def _setting(bench: Bench) -> Iterator[tuple[str, str]]:
             "products",
             (
                 f"{times.chosen}: kernels {_ms(times.kernels)} ms, library {_ms(times.library)} ms "
-                "(CPU time of the MLPs and the head with 512 tokens; forward and backward)"
+                "(of one thread, for the MLPs and the head with 512 tokens; forward and backward)"
             ),
         )
     where = {"off": "no", "cold": "in {:.1f} s (new to its cache)", "cached": "in {:.1f} s (from its cache)"}

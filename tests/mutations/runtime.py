@@ -245,13 +245,23 @@ MUTATIONS = [
     ),
     Mutation(
         "a library that is a little faster multiplies", "model/kernels/choice.py",
-        "CLEARLY = 0.75", "CLEARLY = 1.0",
+        "CLEARLY = 0.85", "CLEARLY = 1.0",
         ["test_choice.py::test_the_library_is_chosen_where_it_is_clearly_faster"],
     ),
     Mutation(
         "a busy machine chooses what multiplies", "model/kernels/choice.py",
-        "        for _ in range(2):\n", "        for _ in range(1):\n",
+        "        for _ in range(3):\n", "        for _ in range(1):\n",
         ["test_choice.py::test_another_program_that_slows_the_kernels_down_chooses_nothing"],
+    ),
+    Mutation(
+        "products of a large model are timed as often as those of a small one", "model/kernels/choice.py",
+        "if time.perf_counter() - started > _ENOUGH_SECONDS:", "if False:",
+        ["test_choice.py::test_a_large_model_is_timed_for_two_seconds"],
+    ),
+    Mutation(
+        "float32 is multiplied by the kernels, whatever is faster", "model/kernels/choice.py",
+        'if kernels == "none":', 'if dtype != torch.bfloat16 or kernels == "none":',
+        ["test_choice.py::test_float32_has_a_choice_of_its_own"],
     ),
     Mutation(
         "timing products draws random numbers", "model/kernels/choice.py",

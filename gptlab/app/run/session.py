@@ -160,8 +160,7 @@ def open_session(
     of_training = None if n_train is None else validation_rows(data.train, seq_len, tokenizer.bos_id, n_train)
     own = {} if parts is None else parts.of_state()
     state = build_state(config, rows, device=place.device, compute_dtype=place.dtype, group=group, **own)
-    if place.dtype.itemsize == 2 or place.products != "auto":  # in float32 the kernels are never slower
-        _choose_products(config, place, group)
+    _choose_products(config, place, group)
     start = None if pretrained is None else load_start_weights(state, pretrained, console.warn)
     counts, flops = parameter_counts(state.model), flops_per_token(state.model)
     finish = Finish.of(config, flops_per_token=flops.total, scaling_params=counts.scaling)
