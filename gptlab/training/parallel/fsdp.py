@@ -42,7 +42,7 @@ from gptlab.training.parallel.fsdp_model import (
     unshard,
 )
 from gptlab.training.parallel.fsdp_muon import ShardedMatrix, ShardedMuon
-from gptlab.training.parallel.strategy import Strategy, optimizer_layout
+from gptlab.training.parallel.strategy import Strategy, compiled_pass, optimizer_layout
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -211,4 +211,4 @@ class Fsdp(Strategy):
 
     def compiled_blocks(self, compiled: Compile) -> Sequence[Callable[..., Tensor]]:
         # FSDP2's hooks around a block stay as they are: what is between them is compiled.
-        return [as_forward(block, compiled(block.forward)) for block in self.model.blocks]
+        return [as_forward(block, compiled_pass(block.forward, compiled)) for block in self.model.blocks]

@@ -29,8 +29,12 @@ def test_is_the_same_run(folder: Path) -> None:
     assert differences(outcome(plain), outcome(recomputed)) == []
 
 
-def test_blocks_that_are_compiled_one_by_one_are_compiled() -> None:
-    """Dynamo does not look into a module whose `forward` is torch's `checkpoint`."""
+@pytest.mark.parametrize("within_graphs", [True, False], ids=["within graphs", "around graphs"])
+def test_blocks_that_are_compiled_one_by_one_are_compiled(within_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo does not look into a module whose `forward` is torch's `checkpoint`. A graph runs in the backward pass,
+    too, where it does not compute again."""
+    monkeypatch.setattr("gptlab.training.parallel.strategy.COMPILES_CHECKPOINTS", within_graphs)
+    torch.compiler.reset()
     model = model_of(2)
     _replace_passes(model, RuntimeConfig(activation_checkpointing=True))
     computed: list[int] = []
@@ -43,8 +47,11 @@ def test_blocks_that_are_compiled_one_by_one_are_compiled() -> None:
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     expected = model.hidden(tokens)
     computed.clear()
-    assert torch.equal(model.hidden(tokens, blocks), expected)
+    hidden = model.hidden(tokens, blocks)
+    assert torch.equal(hidden, expected)
     assert len(computed) == 2
+    hidden.sum().backward()
+    assert len(computed) == (2 if within_graphs else 4)
 
 
 def test_hooks_of_blocks_are_called_whether_these_are_compiled_or_not() -> None:
