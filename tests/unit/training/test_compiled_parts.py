@@ -22,6 +22,7 @@ from gptlab.runtime.records.console import QuietConsole
 from gptlab.training.compilation import make_passes, warm_up
 from gptlab.training.parallel.fsdp_copies import OneCopy
 from gptlab.training.parallel.fsdp_muon import ShardedMatrix, ShardedMuon
+from gptlab.training.parallel.strategy import COMPILES_CHECKPOINTS
 from gptlab.training.state import TrainState
 
 
@@ -37,7 +38,8 @@ def share_matrices(state: TrainState, config: RunConfig, group: Group) -> None:
 
 BLOCKS = {"Block": 1, "GPT.head_loss": 1, "GPT.logits": 1}
 ON_GPUS = {"updated": 1, "GPT.embed": 1, "GPT.look_up": 1, **BLOCKS}
-RECOMPUTED = {name if name != "Block" else "partial": count for name, count in ON_GPUS.items()}  # of torch's checkpoint
+BLOCK = "partial" if COMPILES_CHECKPOINTS else "Block.forward"  # torch's checkpoint, or what is within
+RECOMPUTED = {name if name != "Block" else BLOCK: count for name, count in ON_GPUS.items()}  # of torch's checkpoint
 
 
 @pytest.mark.parametrize(
