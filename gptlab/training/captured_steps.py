@@ -31,8 +31,8 @@ the memory that they compute in, which evaluations could otherwise use."""
 
 
 def is_small(model: GPT, config: RunConfig) -> bool:
-    """Whether the host could take longer for a micro-batch than the GPU, and memory is no concern: torch's checkpoint
-    restores generators, which a graph cannot."""
+    """Whether the host could launch a micro-batch for longer than the GPU computes it. With activation checkpointing,
+    which restores generators in the backward pass, no graph can be captured."""
     flops = flops_per_token(model).total * config.micro_tokens
     return flops <= MOST_FLOPS and not config.runtime.activation_checkpointing
 
