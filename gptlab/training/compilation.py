@@ -110,8 +110,8 @@ def _compiled(plain: Passes, state: TrainState, config: RunConfig, warn: Callabl
     head_loss, head_logits = compiled(model.head_loss), compiled(model.logits)
     is_gpu = model.platform == "cuda"
     embed = compiled(model.embed) if is_gpu else None
-    # Uncompiled, the gradient of a table takes three times as long: it sorts the tokens, and writes its rows first in
-    # float32 (docs/LOG.md, 2026-11-28). With FSDP2, whose hooks are around a table, nothing would be left to compile.
+    # Uncompiled, value embeddings take three times as long: gradients are copied to float32, and the tokens sorted
+    # (docs/LOG.md, 2026-11-28). With FSDP2, whose hooks are around a table, nothing would be left to compile.
     look_up = compiled(model.look_up) if is_gpu and not state.strategy.is_sharded else None
 
     def loss_sum(tokens: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -274,10 +274,11 @@ def test_the_plan_tells_the_memory_that_a_run_takes(folder: Path, compiled: str,
 
 
 @CUDA
-def test_bench_times_steps_to_their_end() -> None:
+def test_bench_times_steps_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock that did not wait for the GPU would show more than its peak, and parts that take less than the whole.
-    Parts are launched and wait one by one, so that they take longer than a step that is captured. The recipe's rows are
-    made fewer where memory is."""
+    Parts wait one by one, so that together they may take longer; they are launched, and so is the step here, which
+    would be captured. The recipe's rows are made fewer where memory is."""
+    monkeypatch.setattr(captured_steps, "MOST_FLOPS", 0.0)
     argv = ["bench", "nanochat", "--depth", "4", "--device", "cuda", "--bench-steps", "5", "--json"]
     code, out, err = command(argv)
     assert code == 0, err
@@ -286,7 +287,7 @@ def test_bench_times_steps_to_their_end() -> None:
     assert 0 < bench["mfu"] < 1
     parts = bench["part_seconds"]
     assert min(parts[name] for name in ("forward", "backward", "muon", "adamw")) > 0
-    assert sum(parts.values()) > 0.8 * bench["step_seconds"]
+    assert 0.8 < sum(parts.values()) / bench["step_seconds"] < 2
 
 
 @CUDA

@@ -26,7 +26,7 @@ from gptlab.runtime.files.plain_file import json_sha256, read_json_object
 from gptlab.runtime.hardware.cpu import cpu_model
 
 # The library is chosen where it takes less than this share of the kernels' time, so that noise does not decide. On two
-# Zen 5 cores it takes 1.1 to 1.4 times as long in bfloat16 and twice as long in float32; on an Intel processor with
+# Zen 5 cores it takes 1.0 to 1.4 times as long in bfloat16 and twice as long in float32; on an Intel processor with
 # AVX-512 and AMX 0.9 times in bfloat16, and in float32 0.8 times as long for whole steps (docs/LOG.md, 2026-11-28).
 CLEARLY = 0.85
 _ROUNDS = 5
