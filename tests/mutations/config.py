@@ -258,6 +258,16 @@ MUTATIONS = [
         ["test_recipes.py::test_only_the_last_layer_sees_the_whole_of_a_long_context"],
     ),
     Mutation(
+        "rows of shakespeare-char are short where there is time for whole ones", "config/recipes/shakespeare.py",
+        "CONTEXT if takes_whole_rows else 2**10", "2**10",
+        ["test_recipes.py::test_wide_layers_take_rows_of_the_whole_context_where_there_is_time_for_450"],
+    ),
+    Mutation(
+        "narrow layers of shakespeare-char take whole rows, too", "config/recipes/shakespeare.py",
+        "shape.n_embd >= WIDE and ", "",
+        ["test_recipes.py::test_wide_layers_take_rows_of_the_whole_context_where_there_is_time_for_450"],
+    ),
+    Mutation(
         "keys of shakespeare-char are not offset", "config/recipes/shakespeare.py",
         ", key_offset=True", "", ["test_recipes.py::test_only_the_last_layer_sees_the_whole_of_a_long_context"],
     ),

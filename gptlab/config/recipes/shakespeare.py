@@ -25,10 +25,15 @@ from gptlab.config.run import (
 )
 from gptlab.config.scaling import Machine, muon_and_adamw, shape_for_depth
 
-# In 10 s of two Zen 5 cores it gives two layers of width 64, in 60 and 180 s four of 128. Three end at 1.347 nats after
-# 60 s, four at 1.347 and 1.357 (docs/LOG.md, 2026-11-25).
-TOKENS_PER_PARAM = 2.3
+# In 10 s of two cores it gives two layers of width 64, in 60 and 180 s four of 128, in 60 s of float32 three. Where
+# these see 1.7 to 1.9 tokens a parameter they end at 1.42 and 1.53 nats, the two layers at 1.61 and 1.64 (Zen 4;
+# docs/LOG.md, 2026-11-28).
+TOKENS_PER_PARAM = 1.5
 STEP_TOKENS_PER_ROOT = 1.25
+# Where there is time for so many steps of whole rows, layers of width 128 take them: after 748 steps four end at 1.42
+# and 1.44 nats, after 1,200 to 1,300 steps of rows half as long at 1.56 and 1.51. Two layers of width 64 end at 1.80
+# after 504 steps, at 1.73 after 1,009 half as long (the same entry).
+STEPS_OF_WHOLE_ROWS, WIDE = 450, 128
 # A faster machine would learn the text by heart: in 180 s, four layers read it five to ten times.
 MOST_LAYERS = 4
 # Four in ten speeches of the held-out text are by speakers who are not in the training text. A long context has their
@@ -57,7 +62,8 @@ def shakespeare_char(
     tokens = horizon.amount * total_tokens
     if horizon.unit != "steps":
         tokens = tokens_within(horizon, shape, flops_per_second)
-        total_tokens = min(step_tokens(tokens, STEP_TOKENS_PER_ROOT, 2**10), 2**12)
+        takes_whole_rows = shape.n_embd >= WIDE and tokens >= STEPS_OF_WHOLE_ROWS * CONTEXT
+        total_tokens = min(step_tokens(tokens, STEP_TOKENS_PER_ROOT, CONTEXT if takes_whole_rows else 2**10), 2**12)
     seq_len = min(CONTEXT, total_tokens)
     epochs = tokens / ((machine and machine.training_tokens) or TEXT_TOKENS)
     weight_decay = WEIGHT_DECAY if epochs < MANY_EPOCHS else WEIGHT_DECAY_OF_MANY_EPOCHS

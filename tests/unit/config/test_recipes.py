@@ -273,9 +273,9 @@ def test_quickstart_without_a_measurement_is_that_of_two_ordinary_cores() -> Non
 @pytest.mark.parametrize(
     ("seconds", "gflops", "layers", "width", "step_tokens"),
     [
-        # What two Zen 4 and two Zen 5 cores reach with these sizes, about.
-        (10, 80, 2, 64, 1024), (60, 200, 3, 128, 1024), (180, 250, 4, 128, 2048), (60, 410, 4, 128, 2048),
-        (180, 410, 4, 128, 2048),
+        # What two Zen 4 cores, in float32, too, and two Zen 5 cores reach with these sizes, about.
+        (10, 100, 2, 64, 1024), (60, 125, 3, 128, 2048), (60, 210, 4, 128, 2048), (180, 250, 4, 128, 2048),
+        (60, 410, 4, 128, 2048), (180, 410, 4, 128, 2048),
         (180, 1e6, 4, 128, 4096),  # a GPU: the text is as short there
         (1, 1, 1, 64, 1024),
     ],
@@ -289,6 +289,15 @@ def test_characters_are_learned_by_what_fits_into_the_time(
     assert config.model.seq_len == min(2048, step_tokens)
     deeper = shakespeare_char(depth=6, horizon=config.horizon, machine=machine(gflops * 1e9))
     assert (deeper.model.n_layer, deeper.model.n_embd) == (6, 192)
+
+
+@pytest.mark.parametrize(("depth", "gflops", "step_tokens"), [(3, 100, 1024), (3, 120, 2048), (2, 40, 1024)])
+def test_wide_layers_take_rows_of_the_whole_context_where_there_is_time_for_450(
+    depth: int, gflops: float, step_tokens: int
+) -> None:
+    horizon = Horizon(amount=60, unit="seconds")
+    config = shakespeare_char(depth=depth, horizon=horizon, machine=machine(gflops * 1e9))
+    assert (config.batch.total_tokens, config.model.seq_len) == (step_tokens, step_tokens)
 
 
 @pytest.mark.parametrize(("recipe", "context", "window"), [(quickstart, 1024, 128), (shakespeare_char, 2048, 64)])
