@@ -121,7 +121,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel of the head keeps the weights' gradient of the last rows only", "model/kernels/head_kernel.cpp",
-        "part, first == 0, dweight", "part, true, dweight",
+        "s.entries, s.width, first == 0, dweight", "s.entries, s.width, true, dweight",
         ["test_fused_kernels.py::test_whole_head"],
     ),
     Mutation(
@@ -189,7 +189,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel of the MLP keeps the weights' gradient of the last rows only", "model/kernels/linear_kernel.cpp",
-        "s.width, of_up, first == 0, dup);", "s.width, of_up, true, dup);",
+        "s.width, first == 0, dup);", "s.width, true, dup);",
         ["test_fused_kernels.py::test_mlp"],
     ),
     Mutation(
@@ -214,19 +214,23 @@ MUTATIONS = [
          "test_fused_kernels.py::test_capped_logits"],
     ),
     Mutation(
-        "the kernel of linear layers multiplies only whole tiles", "model/kernels/linear_kernel.cpp",
-        "body(row, std::min(std::min(from + TILES, tiles.last) * MR, rows) - row);",
-        "body(row, (std::min(std::min(from + TILES, tiles.last) * MR, rows) - row) / MR * MR);",
+        "the kernel of linear layers multiplies only whole tiles", "model/kernels/panels.h",
+        "body(row, std::min(at_once, rows - row));", "body(row, std::min(at_once, rows - row) / MR * MR);",
         ["test_fused_kernels.py::test_linear", "test_fused_kernels.py::test_mlp"],
     ),
     Mutation(
         "what AMX multiplies turned is not turned back", "model/kernels/amx.h",
-        "const float* from = products[x_left];", "const float* from = products[0];",
+        "const float* from = x_left ? turned : products[l];", "const float* from = products[l];",
         ["test_other_processors.py::test_amx_computes_the_same"],
     ),
     Mutation(
         "AMX keeps the last units of a deep gradient only", "model/kernels/amx.h",
-        "first && k == 0 ? sum", "first ? sum",
+        "AMX_TILE, k > 0, products[l]", "AMX_TILE, false, products[l]",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "AMX multiplies the first of many left panels only", "model/kernels/amx.h",
+        "l0 += AMX_LEFTS)", "l0 = lefts.last)",
         ["test_other_processors.py::test_amx_computes_the_same"],
     ),
     Mutation(
@@ -248,6 +252,16 @@ MUTATIONS = [
         "AMX takes weights of attention the wrong way round", "model/kernels/attention_kernel.cpp",
         "turn(dscores_down), turn(weights_down);", "turn(dscores_down);",
         ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "the kernel reads rows of attention after the last one", "model/kernels/attention_kernel.cpp",
+        "return tokens == rows() && width == columns();", "return width == columns();",
+        ["test_attention_kernel.py::test_equals_brute_force"],
+    ),
+    Mutation(
+        "tasks of a call of the kernels are done in another one", "model/kernels/tasks.h",
+        "begun[own].tasks[set] = 0;", "",
+        ["test_fused_kernels.py::test_whole_head", "test_fused_kernels.py::test_mlp"],
     ),
     Mutation(
         "a build that was killed leaves its files for good", "model/kernels/library.py",
@@ -451,12 +465,17 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel gives the gradients of offset keys to the tokens that they stand with",
-        "model/kernels/attention_kernel.cpp", "if (s.key_offset) offset_gradients(s, dk);", "",
+        "model/kernels/attention_kernel.cpp", "if (s.key_offset) offset_gradients(s, first, last - first, rows);", "",
+        ["test_attention_kernel.py::test_equals_brute_force"],
+    ),
+    Mutation(
+        "the kernel loses the gradients of the last key of a block", "model/kernels/attention_kernel.cpp",
+        "std::memcpy(dk, dk + BLOCK * columns, columns * sizeof(float));", "",
         ["test_attention_kernel.py::test_equals_brute_force"],
     ),
     Mutation(
         "the first key's own gradient is lost", "model/kernels/attention_kernel.cpp",
-        "*own = (t ? 0 : *own) + ", "*own = 0 + ",
+        "*own = (t0 + i ? 0 : *own) + ", "*own = 0 + ",
         ["test_attention_kernel.py::test_equals_brute_force"],
     ),
     Mutation(

@@ -165,9 +165,8 @@ void layers() {
     }
 }
 
-// A layer of a few inputs, whose gradients' products are as deep as it has rows or outputs.
-void deep_layer(long rows, long outputs) {
-    const long inputs = 5;
+// A layer whose gradients' products are as deep as it has rows or outputs.
+void layer(long rows, long inputs, long outputs) {
     Array<real> x(rows * inputs, 0.1f), dy(rows * outputs, 0.1f), dx(rows * inputs);
     const float* weight = numbers(outputs * inputs, 0.1f);
     std::vector<float> dweight(outputs * inputs);
@@ -216,7 +215,8 @@ int main() {
     attention();
     fused();
     layers();
-    deep_layer(2100, 20);  // both deeper than what is multiplied at a time
-    deep_layer(70, 1100);
+    layer(2100, 5, 20);  // both deeper than what is multiplied at a time
+    layer(70, 5, 1100);
+    layer(40, 140, 150);  // more panels than are multiplied by one at a time
     decode(sizeof(real) == 2);
 }

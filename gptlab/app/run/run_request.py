@@ -158,7 +158,7 @@ class RunRequest:
     def _with_fields(self, config: RunConfig) -> RunConfig:
         """A recipe's configuration with the requested fields and initial weights."""
         init_from = self.overrides.get("init_from", config.init_from)
-        return rebuild(config, self.overrides) if init_from is None else self._from_weights(init_from, config)
+        return apply_overrides(config, self.overrides) if init_from is None else self._from_weights(init_from, config)
 
     def _from_weights(self, init_from: str, config: RunConfig) -> RunConfig:
         from gptlab.model.interop.pretrained import begin_from

@@ -18,7 +18,8 @@ constexpr bool BY_AMX = PAIRS;
 
 constexpr long AMX = 16;            // rows of a register, and units or sums in a row of it
 constexpr long AMX_TILE = 2 * AMX;  // rows and columns of a tile, which has four registers
-constexpr long AMX_DEPTH = 1024;    // units of a panel that are transposed at a time: 128 KiB
+constexpr long AMX_AT_ONCE = 128;   // units that are multiplied at a time: 16 KiB of a panel
+constexpr long AMX_LEFTS = 4;       // panels that are multiplied by those
 
 // Linux refuses these registers to processes that did not ask for them (docs.kernel.org/arch/x86/xstate.html).
 inline bool registers_are_permitted() {
@@ -77,38 +78,50 @@ __attribute__((noinline)) inline void amx_tile(long depth, const unit* a, long a
         tile<ROWS, AMX_TILE / W, true>(depth, a + i * a_row, a_row, 1, b, b_row, c + i * c_row, c_row);
 }
 
-// As `add_outer_products` of panels.h, of panels of 32 columns. Their depth lies down the rows, and has to lie along them
-// in the left operand, which is the one with fewer columns: then less is transposed.
+// Turns units of panels of 32 columns, those from `first` to `last`, both multiples of 16: of each 16 the columns (16, 32)
+// become rows (32, 16), as the left operand of a tile has them.
+inline void turn_panels(unit* panels, long count, long depth, long first, long last) {
+    for (long p = 0; p < count; p++)
+        for (long u = first; u < last; u += AMX) {
+            unit* block = panels + (p * depth + u) * AMX_TILE;
+            vec halves[2][AMX];
+            for (long h = 0; h < 2; h++) {
+                for (long i = 0; i < AMX; i++) halves[h][i] = load(block + i * AMX_TILE + h * AMX);
+                transpose_vectors(halves[h]);
+            }
+            for (long i = 0; i < AMX_TILE; i++) store(block + i * AMX, halves[i / AMX][i % AMX]);
+        }
+}
+
+// As `add_outer_products` of panels.h, of panels of 32 columns, those of x turned if `x_left`, and otherwise those of dy.
+//
+// A part of the right operand's panel is in the first cache while some left panels are multiplied by it: there may be more
+// of them than the second cache holds.
 template <class Part>
-void add_outer_products_by_amx(const unit* dy, const unit* x, long depth, long outputs, long inputs, Part part, bool first,
-                               float* c) {
-    const bool x_left = inputs < outputs;
+void add_outer_products_by_amx(const unit* dy, const unit* x, bool x_left, long depth, long outputs, long inputs, Part part,
+                               bool first, float* c) {
     const auto lefts = x_left ? part.panels : part.tiles, rights = x_left ? part.tiles : part.panels;
     const unit *left = x_left ? x : dy, *right = x_left ? dy : x;
-    alignas(64) unit rows[AMX_TILE * AMX_DEPTH];  // (depth / 16, 32, 16)
-    alignas(64) float products[2][AMX_TILE * AMX_TILE];
-    for (long l = lefts.first; l < lefts.last; l++)
-        for (long k = 0; k < depth; k += AMX_DEPTH) {
-            const long n = std::min(AMX_DEPTH, depth - k);
-            const unit* panel = left + (l * depth + k) * AMX_TILE;
-            for (long u = 0; u < n; u += AMX)
-                for (long i = 0; i < AMX_TILE; i += AMX)
-                    transpose_square(panel + u * AMX_TILE + i, AMX_TILE, n - u, rows + u * AMX_TILE + i * AMX, AMX);
-            for (long r = rights.first; r < rights.last; r++) {
-                const unit* b = right + (r * depth + k) * AMX_TILE;
-                amx_tile(n, rows, AMX, AMX * AMX_TILE, b, AMX_TILE, false, products[0], AMX_TILE);
+    alignas(64) float products[AMX_LEFTS][AMX_TILE * AMX_TILE], turned[AMX_TILE * AMX_TILE];
+    for (long r = rights.first; r < rights.last; r++)
+        for (long l0 = lefts.first; l0 < lefts.last; l0 += AMX_LEFTS) {
+            const long n_left = std::min(AMX_LEFTS, lefts.last - l0);
+            for (long k = 0; k < depth; k += AMX_AT_ONCE)
+                for (long l = 0; l < n_left; l++)
+                    amx_tile(std::min(AMX_AT_ONCE, depth - k), left + ((l0 + l) * depth + k) * AMX_TILE, AMX,
+                             AMX * AMX_TILE, right + (r * depth + k) * AMX_TILE, AMX_TILE, k > 0, products[l], AMX_TILE);
+            for (long l = 0; l < n_left; l++) {
                 for (long i = 0; x_left && i < AMX_TILE; i += AMX)
                     for (long j = 0; j < AMX_TILE; j += AMX)
-                        transpose_square(products[0] + i * AMX_TILE + j, AMX_TILE, AMX,
-                                         products[1] + j * AMX_TILE + i, AMX_TILE);
-                const float* from = products[x_left];
-                const long row = (x_left ? r : l) * AMX_TILE, column = (x_left ? l : r) * AMX_TILE;
+                        transpose_square(products[l] + i * AMX_TILE + j, AMX_TILE, AMX, turned + j * AMX_TILE + i, AMX_TILE);
+                const float* from = x_left ? turned : products[l];
+                const long row = (x_left ? r : l0 + l) * AMX_TILE, column = (x_left ? l0 + l : r) * AMX_TILE;
                 for (long i = 0; i < std::min(AMX_TILE, outputs - row); i++)
                     for (long j = 0; j < std::min(AMX_TILE, inputs - column); j += W) {
                         float* to = c + (row + i) * inputs + column + j;
                         const vec sum = load(from + i * AMX_TILE + j);
                         const long count = inputs - column - j;
-                        store_part(to, first && k == 0 ? sum : load_part(to, count) + sum, count);
+                        store_part(to, first ? sum : load_part(to, count) + sum, count);
                     }
             }
         }

@@ -18,6 +18,7 @@
 
 #include "products.h"
 #include "scratch.h"
+#include "tasks.h"
 
 #include <algorithm>
 #include <cmath>
@@ -47,8 +48,13 @@ struct Shape {
     long token() const { return (n_head + 2 * n_kv_head) * width; }
     long group() const { return n_head / n_kv_head; }
     float scale() const { return 1 / std::sqrt((float)width); }
+    // Whether heads need no zeros after their rows and columns: products may then read them where they are.
+    bool whole() const { return tokens == rows() && width == columns(); }
     // Floats of memory that each thread needs.
-    long scratch() const { return (8 + key_offset) * packed() + 2 * rows() + 4 * BLOCK * BLOCK; }
+    long scratch() const {
+        return (3 + 3 * group() + key_offset) * packed() + 2 * group() * rows() + (2 * BLOCK + 1) * columns() +
+               4 * BLOCK * BLOCK;
+    }
     // Whether a query of the block at q0 may not see some key of the block at k0.
     bool hides(long q0, long k0) const { return k0 == q0 || k0 + window < q0 + BLOCK; }
 };
@@ -100,14 +106,14 @@ void offset_keys(const Shape& s, const real* keys, real* to) {
     }
 }
 
-// Their gradients, in place: from those of keys as queries see them to those of tokens. The last token's channels are seen
-// by nobody, and the first token's twice.
-void offset_gradients(const Shape& s, float* packed) {
+// Their gradients, in place, of `count` tokens from t0 on and the one after: from those of keys as queries see them to those
+// of tokens. The last token's channels are seen by nobody, and the first token's twice.
+void offset_gradients(const Shape& s, long t0, long count, float* rows) {
     slow_channels(s.width, [&](long a, long b) {
-        for (long t = 0; t < s.tokens; t++)
+        for (long i = 0; i < count; i++)
             for (long d = a; d < b; d++) {
-                float* own = packed + t * s.columns() + d;
-                *own = (t ? 0 : *own) + (t + 1 < s.tokens ? own[s.columns()] : 0);
+                float* own = rows + i * s.columns() + d;
+                *own = (t0 + i ? 0 : *own) + (t0 + i + 1 < s.tokens ? own[s.columns()] : 0);
             }
     });
 }
@@ -149,10 +155,11 @@ void pack_along_tokens(const Shape& s, const real* from, long stride, unit* to) 
     }
 }
 
-void unpack(const Shape& s, const float* packed, float scale, real* to, long stride) {
-    for (long t = 0; t < s.tokens; t++)
+// Rows of sums of `count` tokens -> those of heads.
+void unpack(const Shape& s, const float* packed, long count, float scale, real* to) {
+    for (long t = 0; t < count; t++)
         for (long d = 0; d < s.width; d += W)
-            store_part(to + t * stride + d, load(packed + t * s.columns() + d) * scale, s.width - d);
+            store_part(to + t * s.token() + d, load(packed + t * s.columns() + d) * scale, s.width - d);
 }
 
 // A tile of C = A B, or of C + A B, as `tile` of products.h. By AMX, a_column is 1.
@@ -164,12 +171,25 @@ inline void product(long depth, const unit* a, long a_row, long a_column, const 
         tile<MR, NV, ADD>(depth, a, a_row, a_column, b, b_row, c, c_row);
 }
 
+// Rows of a head as the left operand of products, `row` units apart.
+struct Rows {
+    const unit* first;
+    long row;
+};
+
+// A head, where it is or packed into `room`.
+Rows rows_of(const Shape& s, const real* head, long stride, unit* room) {
+    if (s.whole() && stride % PER_UNIT == 0) return {reinterpret_cast<const unit*>(head), stride / PER_UNIT};
+    pack(s, head, stride, room);
+    return {room, s.columns() / PER_UNIT};
+}
+
 // out (BLOCK, BLOCK) = rows of `left` from q0 on times the block of `transposed` at k0. Tiles that no query sees are 0.
-void products(long units, const unit* left, const unit* transposed, long q0, long k0, float* out) {
+void products(long units, Rows left, const unit* transposed, long q0, long k0, float* out) {
     for (long r = 0; r < BLOCK; r += MR)
         for (long c = 0; c < BLOCK; c += NR)
             if (k0 + c < q0 + r + MR)
-                product<false>(units, left + (q0 + r) * units, units, 1, transposed + k0 * units + c, BLOCK,
+                product<false>(units, left.first + (q0 + r) * left.row, left.row, 1, transposed + k0 * units + c, BLOCK,
                                out + r * BLOCK + c, BLOCK);
             else
                 for (long i = r; i < r + MR; i++) std::memset(out + i * BLOCK + c, 0, NR * sizeof(float));
@@ -287,49 +307,59 @@ void forward(const real* heads, real* y, float* lse, const Shape& s, long thread
                window = s.window;
     const long n = s.packed(), columns = s.columns(), units = columns / PER_UNIT, row = BLOCK / PER_UNIT;
     const std::unique_ptr<float[]> memory(new float[threads * s.scratch()]);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long task = 0; task < batch * n_kv_head; task++) {
+    Tasks tasks(threads);
+#pragma omp parallel num_threads(threads)
+    {
         const Registers registers{};
-        const long sequence = task / n_kv_head, kv = task % n_kv_head;
-        Scratch scratch(memory.get() + omp_get_thread_num() * s.scratch());
-        auto *q = scratch.units(n), *kt = scratch.units(n), *v = scratch.units(n);
-        auto *out = scratch.numbers<float>(BLOCK * columns), *scores = scratch.numbers<float>(BLOCK * BLOCK);
-        auto *highest = scratch.numbers<float>(BLOCK), *total = scratch.numbers<float>(BLOCK);
-        auto* offset = scratch.numbers<real>(s.key_offset * n);
-        auto* weights = PAIRS ? scratch.numbers<real>(BLOCK * BLOCK) : (real*)scores;
-        const real* here = heads + sequence * tokens * s.token();
-        const real* keys = here + (n_head + kv) * width;
-        if (s.key_offset) offset_keys(s, keys, offset), keys = offset;
-        pack_transposed(s, keys, s.key_offset ? width : s.token(), kt);
-        pack_along_tokens(s, here + (n_head + n_kv_head + kv) * width, s.token(), v);
-        for (long head = kv * s.group(); head < (kv + 1) * s.group(); head++) {
-            pack(s, here + head * width, s.token(), q);
-            for (long q0 = 0; q0 < s.rows(); q0 += BLOCK) {
-                std::fill(highest, highest + BLOCK, -INFINITY);
-                std::fill(total, total + BLOCK, 0.0f);
-                std::memset(out, 0, BLOCK * columns * sizeof(float));
-                for (long k0 = std::max(0L, q0 - window + 1) / BLOCK * BLOCK; k0 <= q0; k0 += BLOCK) {
-                    const uint64_t query = (sequence * n_head + head) * tokens + q0;
-                    products(units, q, kt, q0, k0, scores);
-                    if (s.hides(q0, k0)) hide(s, q0, k0, scores);
-                    online_softmax(s, k0 == q0, query, k0, scores, weights, highest, total, out);
-                    const auto* a = reinterpret_cast<const unit*>(weights);
-                    for (long r = 0; r < BLOCK; r += MR)
-                        for (long d = 0; d < columns; d += NR)
-                            add(0, k0 == q0 ? r + MR : BLOCK, a + r * row, row, 1, v + k0 / PER_UNIT * columns + d,
-                                   columns, out + r * columns + d, columns);
-                }
-                for (long r = 0; r < BLOCK && q0 + r < tokens; r++) {
-                    real* to = y + ((sequence * tokens + q0 + r) * n_head + head) * width;
-                    const float inverse = 1 / total[r];
-                    for (long d = 0; d < width; d += W)
-                        store_part(to + d, load(out + r * columns + d) * inverse, width - d);
-                    lse[(sequence * n_head + head) * tokens + q0 + r] = highest[r] + std::log(total[r]);
+        tasks.each(batch * n_kv_head, [&](long task) {
+            const long sequence = task / n_kv_head, kv = task % n_kv_head;
+            Scratch scratch(memory.get() + omp_get_thread_num() * s.scratch());
+            auto *q = scratch.units(n), *kt = scratch.units(n), *v = scratch.units(n);
+            auto *out = scratch.numbers<float>(BLOCK * columns), *scores = scratch.numbers<float>(BLOCK * BLOCK);
+            auto *highest = scratch.numbers<float>(BLOCK), *total = scratch.numbers<float>(BLOCK);
+            auto* offset = scratch.numbers<real>(s.key_offset * n);
+            auto* weights = PAIRS ? scratch.numbers<real>(BLOCK * BLOCK) : (real*)scores;
+            const real* here = heads + sequence * tokens * s.token();
+            const real* keys = here + (n_head + kv) * width;
+            if (s.key_offset) offset_keys(s, keys, offset), keys = offset;
+            pack_transposed(s, keys, s.key_offset ? width : s.token(), kt);
+            pack_along_tokens(s, here + (n_head + n_kv_head + kv) * width, s.token(), v);
+            for (long head = kv * s.group(); head < (kv + 1) * s.group(); head++) {
+                const Rows queries = rows_of(s, here + head * width, s.token(), q);
+                for (long q0 = 0; q0 < s.rows(); q0 += BLOCK) {
+                    std::fill(highest, highest + BLOCK, -INFINITY);
+                    std::fill(total, total + BLOCK, 0.0f);
+                    std::memset(out, 0, BLOCK * columns * sizeof(float));
+                    for (long k0 = std::max(0L, q0 - window + 1) / BLOCK * BLOCK; k0 <= q0; k0 += BLOCK) {
+                        const uint64_t query = (sequence * n_head + head) * tokens + q0;
+                        products(units, queries, kt, q0, k0, scores);
+                        if (s.hides(q0, k0)) hide(s, q0, k0, scores);
+                        online_softmax(s, k0 == q0, query, k0, scores, weights, highest, total, out);
+                        const auto* a = reinterpret_cast<const unit*>(weights);
+                        for (long r = 0; r < BLOCK; r += MR)
+                            for (long d = 0; d < columns; d += NR)
+                                add(0, k0 == q0 ? r + MR : BLOCK, a + r * row, row, 1, v + k0 / PER_UNIT * columns + d,
+                                       columns, out + r * columns + d, columns);
+                    }
+                    for (long r = 0; r < BLOCK && q0 + r < tokens; r++) {
+                        real* to = y + ((sequence * tokens + q0 + r) * n_head + head) * width;
+                        const float inverse = 1 / total[r];
+                        for (long d = 0; d < width; d += W)
+                            store_part(to + d, load(out + r * columns + d) * inverse, width - d);
+                        lse[(sequence * n_head + head) * tokens + q0 + r] = highest[r] + std::log(total[r]);
+                    }
                 }
             }
-        }
+        });
     }
 }
+
+// What the backward pass has of the queries of a head.
+struct Query {
+    Rows q, dout;
+    unit *q_down, *dout_down;  // units along the tokens; in float32 that is the same
+    float *dq, *norm, *delta;
+};
 
 void backward(const real* heads, const real* y, const float* lse, const real* dy, real* dheads, const Shape& s,
               long threads) {
@@ -337,81 +367,100 @@ void backward(const real* heads, const real* y, const float* lse, const real* dy
                window = s.window;
     const long n = s.packed(), columns = s.columns(), units = columns / PER_UNIT, row = BLOCK / PER_UNIT;
     const std::unique_ptr<float[]> memory(new float[threads * s.scratch()]);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long task = 0; task < batch * n_kv_head; task++) {
+    const std::unique_ptr<Query[]> all_queries(new Query[threads * s.group()]);
+    Tasks tasks(threads);
+#pragma omp parallel num_threads(threads)
+    {
         const Registers registers{};
-        const long sequence = task / n_kv_head, kv = task % n_kv_head;
-        Scratch scratch(memory.get() + omp_get_thread_num() * s.scratch());
-        auto *q = scratch.units(n), *dout = scratch.units(n);  // units along the width
-        auto *kt = scratch.units(n), *vt = scratch.units(n);
-        // Units along the tokens; in float32 that is the same.
-        auto *q_down = PAIRS ? scratch.units(n) : q, *dout_down = PAIRS ? scratch.units(n) : dout;
-        auto* k_down = scratch.units(n);
-        auto *dq = scratch.numbers<float>(n), *dk = scratch.numbers<float>(n), *dv = scratch.numbers<float>(n);
-        auto *norm = scratch.numbers<float>(s.rows()), *delta = scratch.numbers<float>(s.rows());
-        auto *scores = scratch.numbers<float>(BLOCK * BLOCK), *dweights = scratch.numbers<float>(BLOCK * BLOCK);
-        auto* dscores = PAIRS ? scratch.numbers<real>(BLOCK * BLOCK) : (real*)dweights;
-        auto* dscores_down = PAIRS ? scratch.units(BLOCK * BLOCK) : (unit*)dweights;
-        auto* weights_down = PAIRS ? scratch.units(BLOCK * BLOCK) : (unit*)scores;
-        const auto* dscores_units = reinterpret_cast<const unit*>(dscores);
-        auto* offset = scratch.numbers<real>(s.key_offset * n);
-        const real* here = heads + sequence * tokens * s.token();
-        real* dhere = dheads + sequence * tokens * s.token();
-        const real* keys = here + (n_head + kv) * width;
-        if (s.key_offset) offset_keys(s, keys, offset), keys = offset;
-        pack_along_tokens(s, keys, s.key_offset ? width : s.token(), k_down);
-        pack_transposed(s, keys, s.key_offset ? width : s.token(), kt);
-        pack_transposed(s, here + (n_head + n_kv_head + kv) * width, s.token(), vt);
-        std::memset(dk, 0, n * sizeof(float));
-        std::memset(dv, 0, n * sizeof(float));
-        std::memset(norm, 0, s.rows() * sizeof(float));
-        std::memset(delta, 0, s.rows() * sizeof(float));
-        for (long head = kv * s.group(); head < (kv + 1) * s.group(); head++) {
-            const long first = (sequence * tokens * n_head + head) * width;
-            pack(s, here + head * width, s.token(), q);
-            pack(s, dy + first, n_head * width, dout);
-            if constexpr (PAIRS) {
-                pack_along_tokens(s, here + head * width, s.token(), q_down);
-                pack_along_tokens(s, dy + first, n_head * width, dout_down);
-            }
-            std::memset(dq, 0, n * sizeof(float));
-            for (long t = 0; t < tokens; t++) {  // sum over keys of weight times its gradient = sum of y dy
-                const long of_token = first + t * n_head * width;
-                prefetch_ahead(y + of_token, n_head * width, width);
-                vec sums{};
-                for (long d = 0; d < width; d += W)
-                    sums += load_part(y + of_token + d, width - d) * load_part(dy + of_token + d, width - d);
-                delta[t] = sum_of(sums);
-                norm[t] = lse[(sequence * n_head + head) * tokens + t];
+        tasks.each(batch * n_kv_head, [&](long task) {
+            const long sequence = task / n_kv_head, kv = task % n_kv_head;
+            Scratch scratch(memory.get() + omp_get_thread_num() * s.scratch());
+            auto *kt = scratch.units(n), *vt = scratch.units(n);
+            auto* k_down = scratch.units(n);  // units along the tokens
+            auto *dk = scratch.numbers<float>((BLOCK + 1) * columns), *dv = scratch.numbers<float>(BLOCK * columns);
+            auto *scores = scratch.numbers<float>(BLOCK * BLOCK), *dweights = scratch.numbers<float>(BLOCK * BLOCK);
+            auto* dscores = PAIRS ? scratch.numbers<real>(BLOCK * BLOCK) : (real*)dweights;
+            auto* dscores_down = PAIRS ? scratch.units(BLOCK * BLOCK) : (unit*)dweights;
+            auto* weights_down = PAIRS ? scratch.units(BLOCK * BLOCK) : (unit*)scores;
+            const auto* dscores_units = reinterpret_cast<const unit*>(dscores);
+            auto* offset = scratch.numbers<real>(s.key_offset * n);
+            const real* here = heads + sequence * tokens * s.token();
+            real* dhere = dheads + sequence * tokens * s.token();
+            real *dkeys = dhere + (n_head + kv) * width, *dvalues = dhere + (n_head + n_kv_head + kv) * width;
+            const real* keys = here + (n_head + kv) * width;
+            if (s.key_offset) offset_keys(s, keys, offset), keys = offset;
+            pack_along_tokens(s, keys, s.key_offset ? width : s.token(), k_down);
+            pack_transposed(s, keys, s.key_offset ? width : s.token(), kt);
+            pack_transposed(s, here + (n_head + n_kv_head + kv) * width, s.token(), vt);
+            Query* queries = all_queries.get() + omp_get_thread_num() * s.group();
+            for (long i = 0; i < s.group(); i++) {
+                const long head = kv * s.group() + i, first = (sequence * tokens * n_head + head) * width;
+                Query& of = queries[i];
+                auto *q = scratch.units(n), *dout = scratch.units(n);
+                of.dq = scratch.numbers<float>(n), of.norm = scratch.numbers<float>(s.rows());
+                of.delta = scratch.numbers<float>(s.rows());
+                of.q_down = PAIRS ? scratch.units(n) : q, of.dout_down = PAIRS ? scratch.units(n) : dout;
+                if constexpr (PAIRS) {
+                    of.q = rows_of(s, here + head * width, s.token(), q);
+                    of.dout = rows_of(s, dy + first, n_head * width, dout);
+                    pack_along_tokens(s, here + head * width, s.token(), of.q_down);
+                    pack_along_tokens(s, dy + first, n_head * width, of.dout_down);
+                } else {
+                    pack(s, here + head * width, s.token(), q);
+                    pack(s, dy + first, n_head * width, dout);
+                    of.q = {q, units}, of.dout = {dout, units};
+                }
+                std::memset(of.dq, 0, n * sizeof(float));
+                std::memset(of.norm + tokens, 0, (s.rows() - tokens) * sizeof(float));
+                std::memset(of.delta + tokens, 0, (s.rows() - tokens) * sizeof(float));
+                for (long t = 0; t < tokens; t++) {  // sum over keys of weight times its gradient = sum of y dy
+                    const long of_token = first + t * n_head * width;
+                    prefetch_ahead(y + of_token, n_head * width, width);
+                    vec sums{};
+                    for (long d = 0; d < width; d += W)
+                        sums += load_part(y + of_token + d, width - d) * load_part(dy + of_token + d, width - d);
+                    of.delta[t] = sum_of(sums);
+                    of.norm[t] = lse[(sequence * n_head + head) * tokens + t];
+                }
             }
             for (long k0 = 0; k0 < s.rows(); k0 += BLOCK) {
                 const long end = std::min(s.rows(), round_up(std::min(k0 + BLOCK - 1 + window, s.rows()), BLOCK));
-                for (long q0 = k0; q0 < end; q0 += BLOCK) {
-                    const bool diagonal = q0 == k0;
-                    const uint64_t query = (sequence * n_head + head) * tokens + q0;
-                    products(units, q, kt, q0, k0, scores);
-                    if (s.hides(q0, k0)) hide(s, q0, k0, scores);
-                    products(units, dout, vt, q0, k0, dweights);
-                    score_gradients(s, diagonal, query, k0, norm + q0, delta + q0, scores, dweights, dscores,
-                                    dscores_down, weights_down);
-                    const long of_q = q0 / PER_UNIT * columns, of_k = k0 / PER_UNIT * columns;
-                    const long per_key = BY_AMX ? row : 1, per_unit = BY_AMX ? 1 : BLOCK;
-                    for (long r = 0; r < BLOCK; r += MR)
-                        for (long d = 0; d < columns; d += NR) {
-                            add(0, diagonal ? r + MR : BLOCK, dscores_units + r * row, row, 1, k_down + of_k + d,
-                                   columns, dq + (q0 + r) * columns + d, columns);
-                            add(diagonal ? r : 0, BLOCK, dscores_down + r * per_key, per_key, per_unit,
-                                   q_down + of_q + d, columns, dk + (k0 + r) * columns + d, columns);
-                            add(diagonal ? r : 0, BLOCK, weights_down + r * per_key, per_key, per_unit,
-                                   dout_down + of_q + d, columns, dv + (k0 + r) * columns + d, columns);
-                        }
+                std::memset(dk + columns, 0, BLOCK * columns * sizeof(float));  // after the row of the token before
+                std::memset(dv, 0, BLOCK * columns * sizeof(float));
+                for (long i = 0; i < s.group(); i++) {
+                    const Query& of = queries[i];
+                    for (long q0 = k0; q0 < end; q0 += BLOCK) {
+                        const bool diagonal = q0 == k0;
+                        const uint64_t query = (sequence * n_head + kv * s.group() + i) * tokens + q0;
+                        products(units, of.q, kt, q0, k0, scores);
+                        if (s.hides(q0, k0)) hide(s, q0, k0, scores);
+                        products(units, of.dout, vt, q0, k0, dweights);
+                        score_gradients(s, diagonal, query, k0, of.norm + q0, of.delta + q0, scores, dweights, dscores,
+                                        dscores_down, weights_down);
+                        const long of_q = q0 / PER_UNIT * columns, of_k = k0 / PER_UNIT * columns;
+                        const long per_key = BY_AMX ? row : 1, per_unit = BY_AMX ? 1 : BLOCK;
+                        for (long r = 0; r < BLOCK; r += MR)
+                            for (long d = 0; d < columns; d += NR) {
+                                add(0, diagonal ? r + MR : BLOCK, dscores_units + r * row, row, 1, k_down + of_k + d,
+                                    columns, of.dq + (q0 + r) * columns + d, columns);
+                                add(diagonal ? r : 0, BLOCK, dscores_down + r * per_key, per_key, per_unit,
+                                    of.q_down + of_q + d, columns, dk + (1 + r) * columns + d, columns);
+                                add(diagonal ? r : 0, BLOCK, weights_down + r * per_key, per_key, per_unit,
+                                    of.dout_down + of_q + d, columns, dv + r * columns + d, columns);
+                            }
+                    }
                 }
+                // The last token's keys wait for the next block, which may have gradients of theirs.
+                const long first = std::max(0L, k0 - 1), last = std::min(tokens, k0 + BLOCK) - (k0 + BLOCK < tokens);
+                float* rows = dk + (first - k0 + 1) * columns;
+                if (s.key_offset) offset_gradients(s, first, last - first, rows);
+                unpack(s, rows, last - first, s.scale(), dkeys + first * s.token());
+                std::memcpy(dk, dk + BLOCK * columns, columns * sizeof(float));
+                unpack(s, dv, std::min(BLOCK, tokens - k0), 1, dvalues + k0 * s.token());
             }
-            unpack(s, dq, s.scale(), dhere + head * width, s.token());
-        }
-        if (s.key_offset) offset_gradients(s, dk);
-        unpack(s, dk, s.scale(), dhere + (n_head + kv) * width, s.token());
-        unpack(s, dv, 1, dhere + (n_head + n_kv_head + kv) * width, s.token());
+            for (long i = 0; i < s.group(); i++)
+                unpack(s, queries[i].dq, tokens, s.scale(), dhere + (kv * s.group() + i) * width);
+        });
     }
 }
 

@@ -19,12 +19,14 @@ namespace {
 // A slice has so many logits, or so many rows: for each slice, all of the weights' gradient is read and written.
 constexpr long SLICE_LOGITS = 1 << 22, SLICE_ROWS = 256;
 
-// The loss in nats of a row of logits before the softcap, and its gradient with respect to them, which may take their
-// place. Entries from `vocab` on are padding. A negative target does not count. cap = 0: none. room: for `vocab` numbers.
+// The loss in nats of a row of logits before the softcap, and its gradient with respect to them, which may begin where they
+// do. Entries from `vocab` on are padding. A negative target does not count. cap = 0: none. room: for `vocab` numbers.
 template <class L>
 double loss_row(const L* logits, real* gradient, long target, long columns, long vocab, float cap, float* room) {
-    std::fill(gradient + (target < 0 ? 0 : vocab), gradient + columns, real{});
-    if (target < 0) return 0;
+    if (target < 0) {
+        std::fill_n(gradient, columns, real{});
+        return 0;
+    }
     vec top = all(-INFINITY), sums{};
     vectors(vocab, [&](long i, auto n) {
         const vec z = load_part(logits + i, n), c = cap > 0 ? softcapped<real>(z, cap) : z;
@@ -45,6 +47,7 @@ double loss_row(const L* logits, real* gradient, long target, long columns, long
     const float total = sum_of(sums), inverse = 1 / total;
     room[target] -= total * slope(all(of_target))[0];  // the gradient without the softcap is softmax - onehot
     vectors(vocab, [&](long i, auto n) { store_part(gradient + i, load_part(room + i, n) * inverse, n); });
+    std::fill(gradient + vocab, gradient + columns, real{});
     return (double)highest - of_target + std::log((double)total);
 }
 
@@ -73,6 +76,7 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
     const long panels = panels_of(s.entries), inputs = panels_of(s.width);
     const long width = units_of(s.width), depth = units_of(s.entries);
     const long slice = round_up(std::min(s.rows, std::max(SLICE_LOGITS / s.entries, SLICE_ROWS)), MR);
+    const bool x_left = x_is_left(s.entries, s.width);
     const long z_row = panels * NR + NR;  // rows that are a power of two apart would share few places of the cache
     const auto up = room<unit>(panels * width * NR);                           // the transposed weights
     const auto down = room<unit>(inputs * depth * NR);                         // the weights
@@ -81,40 +85,36 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
     const int most = team(s.rows * s.entries, threads);
     const Rooms<float> all_logits(most, HEIGHT * z_row), of_rows(most, s.entries);
     const Rooms<unit> all_rows(most, HEIGHT * width);
-    const Rooms<real> all_dz(most, HEIGHT * z_row);
+    Tasks tasks(most);
 #pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
         const Registers registers{};
         float *logits = all_logits.own(), *of_row = of_rows.own();
         unit* rows = all_rows.own();
-        real* dz = all_dz.own();
+        real* dz = reinterpret_cast<real*>(logits);  // the gradient of logits takes their place
+        const long dz_row = z_row * sizeof(float) / sizeof(real), dz_columns = round_up(s.entries, PER_UNIT);
         pack_transposed(weight, s.entries, s.width, Share(panels, thread, n_threads), up.get());
         pack<NR>(weight, s.width, s.entries, s.width, Share(depth, thread, n_threads), depth, down.get());
-        std::fill_n(dz, HEIGHT * z_row, real());
 #pragma omp barrier
         for (long first = 0; first < s.rows; first += slice) {
-            const long here = std::min(slice, s.rows - first), units = units_of(here);
-            pack<NR>(x + first * s.width, s.width, here, s.width, Share(units, thread, n_threads), units, xs.get());
-            const Share tiles(tiles_of(here), thread, n_threads);
-            for (long from = tiles.first; from < tiles.last; from += TILES) {
-                const long n = std::min(TILES, tiles.last - from), r0 = first + from * MR;
-                const long height = std::min(n * MR, first + here - r0);
+            const long here = std::min(slice, s.rows - first), units = depth_of(here);
+            pack_outer<NR>(x + first * s.width, s.width, here, s.width, depth_share(units, thread, n_threads), units,
+                           x_left, xs.get());
+            row_blocks(tasks, here, [&](long row, long height) {
+                const long n = tiles_of(height), r0 = first + row;
                 pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows);
                 for (long j = 0; j < panels; j++)
                     multiply_panel(n, width, rows, width, up.get() + j * width * NR, logits + j * NR, z_row);
                 for (long r = 0; r < height; r++)
-                    nats[r0 + r] = loss_row(logits + r * z_row, dz + r * z_row, targets[r0 + r], s.entries,
+                    nats[r0 + r] = loss_row(logits + r * z_row, dz + r * dz_row, targets[r0 + r], dz_columns,
                                             s.vocab, s.cap, of_row);
-                pack<LEFT>(dz, z_row, height, s.entries, Share(0, units_of(height)), units,
-                           dzs.get() + from * MR / PER_UNIT * LEFT);
-                multiply(height, depth, reinterpret_cast<const unit*>(dz), z_row / PER_UNIT, down.get(), s.width,
+                pack_outer<LEFT>(dz, dz_row, height, s.entries, Share(0, depth_of(height)), units, !x_left,
+                                 dzs.get() + row / PER_UNIT * LEFT);
+                multiply(height, depth, reinterpret_cast<const unit*>(dz), dz_row / PER_UNIT, down.get(), s.width,
                          [&](long r, long c, auto n, vec v) { store_part(dx + (r0 + r) * s.width + c, v, n); });
-            }
-#pragma omp barrier
-            const Part part = part_of(tiles_of(s.entries), inputs, thread, n_threads);
-            add_outer_products(dzs.get(), xs.get(), units, units, s.entries, s.width, part, first == 0, dweight);
-#pragma omp barrier
+            });
+            add_outer_products(tasks, dzs.get(), xs.get(), units, units, s.entries, s.width, first == 0, dweight);
         }
     }
 }
@@ -167,6 +167,7 @@ void head_nats(const Head& s, const real* x, const float* weight, const int64_t*
     const int most = team(s.rows * s.vocab, threads);
     const Rooms<unit> all_rows(most, HEIGHT * width);
     const Rooms<float> all_logits(most, HEIGHT * z_row);
+    Tasks tasks(most);
 #pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
@@ -175,10 +176,8 @@ void head_nats(const Head& s, const real* x, const float* weight, const int64_t*
         float* logits = all_logits.own();
         pack_transposed(weight, s.vocab, s.width, Share(panels, thread, n_threads), up.get());
 #pragma omp barrier
-        const Share tiles(tiles_of(s.rows), thread, n_threads);
-        for (long from = tiles.first; from < tiles.last; from += TILES) {
-            const long n = std::min(TILES, tiles.last - from), r0 = from * MR;
-            const long height = std::min(n * MR, s.rows - r0);
+        row_blocks(tasks, s.rows, [&](long r0, long height) {
+            const long n = tiles_of(height);
             pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows);
             for (long j = 0; j < panels; j++)
                 multiply_panel(n, width, rows, width, up.get() + j * width * NR, logits + j * NR, z_row);
@@ -190,7 +189,7 @@ void head_nats(const Head& s, const real* x, const float* weight, const int64_t*
                     return c;
                 });
             }
-        }
+        });
     }
 }
 

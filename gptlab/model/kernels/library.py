@@ -37,7 +37,9 @@ _FOLDER = Path(__file__).parent
 _SOURCES = tuple(
     _FOLDER / f"{name}.cpp" for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel")
 )
-_HEADERS = tuple(_FOLDER / f"{name}.h" for name in ("vectors", "products", "amx", "scratch", "panels", "activations"))
+_HEADERS = tuple(
+    _FOLDER / f"{name}.h" for name in ("vectors", "products", "amx", "scratch", "tasks", "panels", "activations")
+)
 _OPENMP = "-fopenmp"
 # The loop of a product's tile takes up to 8% longer where it does not begin at a cache line (Zen 3; docs/LOG.md,
 # 2026-11-26).

@@ -19,21 +19,12 @@ namespace {
 // Few rows stay in the second cache, where a thread reads them again and again. On Zen 3, where it is small, slices of
 // 4,096 rows made an MLP's backward pass in float32 take 1.15 to 1.36 times as long. In bfloat16 few rows take 1 to 2%
 // longer on Zen 5 (docs/LOG.md, 2026-11-25 and 2026-11-26).
-constexpr long SLICE_ELEMENTS = 1 << 22, SLICE_ROWS = 256;
+constexpr long SLICE_ELEMENTS = BY_AMX ? 1 << 18 : 1 << 22, SLICE_ROWS = 256;
 constexpr long SUMMED_ROWS = PAIRS ? LONG_MAX : 10 * HEIGHT;
 
 long slice_of(long rows, long width, int threads) {
     const long most = PAIRS ? std::max(SLICE_ELEMENTS / width, SLICE_ROWS) : (threads + 1) / 2 * SUMMED_ROWS;
     return round_up(std::min(rows, most), MR);
-}
-
-// body(row, height) for each HEIGHT rows of a thread's tiles.
-template <class Body>
-void blocks(Share tiles, long rows, Body body) {
-    for (long from = tiles.first; from < tiles.last; from += TILES) {
-        const long row = from * MR;
-        body(row, std::min(std::min(from + TILES, tiles.last) * MR, rows) - row);
-    }
 }
 
 // x (height, width), at most HEIGHT rows that are `stride` apart, times panels: at(row, column, n, v) for each vector v of
@@ -66,6 +57,7 @@ void linear_forward(const Layer& s, const real* x, const float* weight, real* y,
     const auto up = room<unit>(panels * depth * NR);  // the transposed weights
     const int most = team(s.rows * s.outputs, threads);
     const Rooms<unit> spares(most, HEIGHT * depth);
+    Tasks tasks(most);
 #pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
@@ -73,7 +65,7 @@ void linear_forward(const Layer& s, const real* x, const float* weight, real* y,
         unit* spare = spares.own();
         pack_transposed(weight, s.outputs, s.inputs, Share(panels, thread, n), up.get());
 #pragma omp barrier
-        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
+        row_blocks(tasks, s.rows, [&](long row, long height) {
             multiply_rows(x + row * s.inputs, s.inputs, height, s.inputs, up.get(), s.outputs, spare,
                           into(y + row * s.outputs, s.outputs));
         });
@@ -84,11 +76,13 @@ void linear_backward(const Layer& s, const real* x, const float* weight, const r
                      int threads) {
     const long depth = units_of(s.outputs), panels = panels_of(s.inputs);
     const long slice = slice_of(s.rows, std::max(s.inputs, s.outputs), threads);
+    const bool x_left = x_is_left(s.outputs, s.inputs);
     const auto down = room<unit>(panels * depth * NR);                         // the weights
     const auto xs = room<unit>(panels * units_of(slice) * NR);                 // a slice of x
     const auto dys = room<unit>(round_up(s.outputs, LEFT) * units_of(slice));  // and of dy
     const int most = team(s.rows * s.outputs, threads);
     const Rooms<unit> spares(most, HEIGHT * depth);
+    Tasks tasks(most);
 #pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
@@ -96,19 +90,17 @@ void linear_backward(const Layer& s, const real* x, const float* weight, const r
         unit* spare = spares.own();
         pack<NR>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
 #pragma omp barrier
-        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
+        row_blocks(tasks, s.rows, [&](long row, long height) {
             multiply_rows(dy + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare,
                           into(dx + row * s.inputs, s.inputs));
         });
         for (long first = 0; first < s.rows; first += slice) {
-            const long here = std::min(slice, s.rows - first), units = units_of(here);
-            const Share share(units, thread, n);
-            pack<NR>(x + first * s.inputs, s.inputs, here, s.inputs, share, units, xs.get());
-            pack<LEFT>(dy + first * s.outputs, s.outputs, here, s.outputs, share, units, dys.get());
+            const long here = std::min(slice, s.rows - first), units = depth_of(here);
+            const Share share = depth_share(units, thread, n);
+            pack_outer<NR>(x + first * s.inputs, s.inputs, here, s.inputs, share, units, x_left, xs.get());
+            pack_outer<LEFT>(dy + first * s.outputs, s.outputs, here, s.outputs, share, units, !x_left, dys.get());
 #pragma omp barrier
-            const Part part = part_of(tiles_of(s.outputs), panels, thread, n);
-            add_outer_products(dys.get(), xs.get(), units, SUMMED_ROWS, s.outputs, s.inputs, part, first == 0, dweight);
-#pragma omp barrier
+            add_outer_products(tasks, dys.get(), xs.get(), units, SUMMED_ROWS, s.outputs, s.inputs, first == 0, dweight);
         }
     }
 }
@@ -126,6 +118,7 @@ void mlp_forward(const MLP& s, const real* x, const float* up, const float* out,
     const auto ups = room<unit>(wide * depth * NR), outs = room<unit>(narrow * of_hidden * NR);
     const int most = team(s.rows * s.hidden, threads);
     const Rooms<unit> spares(most, HEIGHT * std::max(depth, of_hidden));
+    Tasks tasks(most);
 #pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
@@ -134,7 +127,7 @@ void mlp_forward(const MLP& s, const real* x, const float* up, const float* out,
         pack_transposed(up, s.hidden, s.width, Share(wide, thread, n), ups.get());
         pack_transposed(out, s.width, s.hidden, Share(narrow, thread, n), outs.get());
 #pragma omp barrier
-        blocks(Share(tiles_of(s.rows), thread, n), s.rows, [&](long row, long height) {
+        row_blocks(tasks, s.rows, [&](long row, long height) {
             real *h = hidden + row * s.hidden, *to_slope = slope ? slope + row * s.hidden : nullptr;
             multiply_rows(x + row * s.width, s.width, height, s.width, ups.get(), s.hidden, spare,
                           [=](long r, long c, auto n, vec v) {
@@ -155,12 +148,14 @@ void mlp_backward(const MLP& s, const real* x, const float* up, const float* out
     const long depth = units_of(s.width), of_hidden = units_of(s.hidden);
     const long wide = panels_of(s.hidden), narrow = panels_of(s.width);
     const long slice = slice_of(s.rows, s.hidden, threads), of_slice = units_of(slice);
+    const bool x_left = x_is_left(s.hidden, s.width), hidden_left = x_is_left(s.width, s.hidden);
     const long z_row = wide * NR + NR;  // rows that are a power of two apart would share few places of the cache
     const auto outs = room<unit>(wide * depth * NR), ups = room<unit>(narrow * of_hidden * NR);  // the weights
     const auto xs = room<unit>(narrow * of_slice * NR), hiddens = room<unit>(wide * of_slice * NR);  // a slice of each
     const auto dys = room<unit>(round_up(s.width, LEFT) * of_slice), dzs = room<unit>(round_up(s.hidden, LEFT) * of_slice);
     const int most = team(s.rows * s.hidden, threads);
     const Rooms<unit> spares(most, HEIGHT * std::max(depth, of_hidden));
+    Tasks tasks(most);
     const Rooms<real> all_dz(most, HEIGHT * z_row);  // the gradient before the activation, of some rows
 #pragma omp parallel num_threads(most)
     {
@@ -172,12 +167,12 @@ void mlp_backward(const MLP& s, const real* x, const float* up, const float* out
         pack<NR>(up, s.width, s.hidden, s.width, Share(of_hidden, thread, n), of_hidden, ups.get());
 #pragma omp barrier
         for (long first = 0; first < s.rows; first += slice) {
-            const long here = std::min(slice, s.rows - first), units = units_of(here);
-            const Share share(units, thread, n);
-            pack<NR>(x + first * s.width, s.width, here, s.width, share, units, xs.get());
-            pack<LEFT>(dy + first * s.width, s.width, here, s.width, share, units, dys.get());
-            pack<NR>(hidden + first * s.hidden, s.hidden, here, s.hidden, share, units, hiddens.get());
-            blocks(Share(tiles_of(here), thread, n), here, [&](long row, long height) {
+            const long here = std::min(slice, s.rows - first), units = depth_of(here);
+            const Share share = depth_share(units, thread, n);
+            pack_outer<NR>(x + first * s.width, s.width, here, s.width, share, units, x_left, xs.get());
+            pack_outer<LEFT>(dy + first * s.width, s.width, here, s.width, share, units, !hidden_left, dys.get());
+            pack_outer<NR>(hidden + first * s.hidden, s.hidden, here, s.hidden, share, units, hidden_left, hiddens.get());
+            row_blocks(tasks, here, [&](long row, long height) {
                 const real* dy_here = dy + (first + row) * s.width;
                 const real* by = (slope ? slope : hidden) + (first + row) * s.hidden;
                 multiply_rows(dy_here, s.width, height, s.width, outs.get(), s.hidden, spare,
@@ -185,17 +180,13 @@ void mlp_backward(const MLP& s, const real* x, const float* up, const float* out
                                   const vec at = load_part(by + r * s.hidden + c, n);
                                   store_part(dz + r * z_row + c, v * (slope ? at : 2.0f * square_root(at)), n);
                               });
-                pack<LEFT>(dz, z_row, height, s.hidden, Share(0, units_of(height)), units,
-                           dzs.get() + row / PER_UNIT * LEFT);
+                pack_outer<LEFT>(dz, z_row, height, s.hidden, Share(0, depth_of(height)), units, !x_left,
+                                 dzs.get() + row / PER_UNIT * LEFT);
                 multiply_rows(dz, z_row, height, s.hidden, ups.get(), s.width, spare,
                               into(dx + (first + row) * s.width, s.width));
             });
-#pragma omp barrier
-            const Part of_up = part_of(tiles_of(s.hidden), narrow, thread, n);
-            add_outer_products(dzs.get(), xs.get(), units, SUMMED_ROWS, s.hidden, s.width, of_up, first == 0, dup);
-            const Part of_out = part_of(tiles_of(s.width), wide, thread, n);
-            add_outer_products(dys.get(), hiddens.get(), units, SUMMED_ROWS, s.width, s.hidden, of_out, first == 0, dout);
-#pragma omp barrier
+            add_outer_products(tasks, dzs.get(), xs.get(), units, SUMMED_ROWS, s.hidden, s.width, first == 0, dup);
+            add_outer_products(tasks, dys.get(), hiddens.get(), units, SUMMED_ROWS, s.width, s.hidden, first == 0, dout);
         }
     }
 }

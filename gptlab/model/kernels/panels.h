@@ -9,6 +9,7 @@
 
 #include "products.h"
 #include "scratch.h"
+#include "tasks.h"
 
 #include <numeric>
 
@@ -40,15 +41,19 @@ inline long panels_of(long columns) { return (columns + NR - 1) / NR; }
 
 inline long tiles_of(long rows) { return (rows + MR - 1) / MR; }
 
+// body(row, height) for the rows of a product, as many at a time as share a panel; fewer where threads would get less than
+// four such tasks.
+template <class Body>
+void row_blocks(Tasks& tasks, long rows, Body body) {
+    const long tiles = tiles_of(rows), threads = omp_get_num_threads();
+    const long at_once = MR * std::clamp(tiles / (4 * threads), 1L, TILES);
+    tasks.each((rows + at_once - 1) / at_once, [&](long task) {
+        const long row = task * at_once;
+        body(row, std::min(at_once, rows - row));
+    });
+}
+
 inline long units_of(long numbers) { return (numbers + PER_UNIT - 1) / PER_UNIT; }
-
-// A thread's share of a parallel region's work.
-struct Share {
-    long first, last;
-
-    Share(long first, long last) : first(first), last(last) {}
-    Share(long count, long thread, long threads) : first(count * thread / threads), last(count * (thread + 1) / threads) {}
-};
 
 // The panels `which` of the transposed of a matrix (rows, width) -> (all panels, units_of(width), NR).
 template <class S>
@@ -125,7 +130,29 @@ void multiply(long height, long depth, const unit* rows, long a_row, const unit*
     }
 }
 
-// The tiles of a result that a thread computes: of a grid of threads, so that none has much more to do than others.
+// Units along rows that are the depth of a product: by AMX whole registers of them.
+inline long depth_of(long rows) { return units_of(BY_AMX ? round_up(rows, MR) : rows); }
+
+// The units of a depth that a thread packs.
+inline Share depth_share(long depth, long thread, long threads) {
+    const long registers = BY_AMX ? MR / PER_UNIT : 1;
+    const Share share(depth / registers, thread, threads);
+    return {share.first * registers, share.last * registers};
+}
+
+// By AMX, the depth of the left operand of an outer product has to lie along rows. It is the one with fewer columns: then
+// less is turned.
+inline bool x_is_left(long outputs, long inputs) { return inputs < outputs; }
+
+// Packs an operand of `add_outer_products`.
+template <long WIDTH, class S>
+void pack_outer(const S* matrix, long stride, long rows, long width, Share which, long depth, bool left, unit* panels) {
+    pack<WIDTH>(matrix, stride, rows, width, which, depth, panels);
+    if constexpr (BY_AMX)
+        if (left) turn_panels(panels, panels_of(width), depth, which.first, which.last);
+}
+
+// A part of a result, of a grid of such parts that are about as large as each other.
 struct Part {
     Share tiles, panels;
 };
@@ -144,7 +171,8 @@ inline Part part_of(long tiles, long panels, long thread, long threads) {
 // are the first ones. dy: panels of LEFT columns; x: panels of NR. `at_once`: units that are summed in registers.
 void add_outer_products(const unit* dy, const unit* x, long depth, long at_once, long outputs, long inputs, Part part,
                         bool first, float* c) {
-    if constexpr (BY_AMX) return add_outer_products_by_amx(dy, x, depth, outputs, inputs, part, first, c);
+    if constexpr (BY_AMX)
+        return add_outer_products_by_amx(dy, x, x_is_left(outputs, inputs), depth, outputs, inputs, part, first, c);
     for (long from = 0; from < depth; from += at_once) {
         const long n = std::min(at_once, depth - from);
         const bool replace = first && from == 0;
@@ -168,6 +196,16 @@ void add_outer_products(const unit* dy, const unit* x, long depth, long at_once,
                 }
             }
     }
+}
+
+// The same for all of the result, in parts.
+void add_outer_products(Tasks& tasks, const unit* dy, const unit* x, long depth, long at_once, long outputs, long inputs,
+                        bool first, float* c) {
+    const long threads = omp_get_num_threads(), parts = threads > 1 ? 4 * threads : 1;
+    tasks.each(parts, [&](long i) {
+        const Part part = part_of(tiles_of(outputs), panels_of(inputs), i, parts);
+        add_outer_products(dy, x, depth, at_once, outputs, inputs, part, first, c);
+    });
 }
 
 }  // namespace
