@@ -63,7 +63,17 @@ def apply_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfi
         if name not in fields:
             raise unknown_field(name, value)
         checked[name] = checked_value(fields[name], value, name)
-    return rebuild(config, checked)
+    return rebuild(config, checked | _rows_that_divide(config, checked))
+
+
+def _rows_that_divide(config: RunConfig, overrides: Mapping[str, Any]) -> dict[str, int]:
+    """`batch.micro_sequences`, where another size of step or row asks for fewer rows in a pass: the cut into passes
+    does not change what is computed, so nobody has to give it too."""
+    if overrides.keys().isdisjoint({"batch.total_tokens", "model.seq_len"}) or "batch.micro_sequences" in overrides:
+        return {}
+    tokens = overrides.get("batch.total_tokens", config.batch.total_tokens)
+    rows, rest = divmod(tokens, overrides.get("model.seq_len", config.model.seq_len))
+    return {} if rest else {"batch.micro_sequences": math.gcd(config.batch.micro_sequences, rows)}
 
 
 def rebuild(value: T, overrides: Mapping[str, Any], prefix: str = "") -> T:

@@ -135,7 +135,7 @@ def test_the_toml_example_is_a_run(tmp_path: Path) -> None:
     config = request.config(lambda _: MACHINE)
     assert (config.model.n_layer, config.model.seq_len, config.model.window_pattern) == (8, 2048, "SSSL")
     assert (config.horizon.amount, config.horizon.unit) == (480 * 60, "seconds")
-    assert config.micro_batches == 8
+    assert config.micro_batches == 4
     assert config.data.source == ("notes/", "papers.parquet")
 
 

@@ -22,6 +22,11 @@ MUTATIONS = [
         ["test_own_arguments.py::test_refusals_are_one_line"],
     ),
     Mutation(
+        "a step that is smaller than the recipe's micro-batch is refused", "config/load.py",
+        'return {} if rest else {"batch.micro_sequences"', 'return {} if True else {"batch.micro_sequences"',
+        ["test_config.py::test_a_smaller_step_has_fewer_rows_in_a_micro_batch"],
+    ),
+    Mutation(
         "a rate that float32 cannot hold is taken", "config/optim.py",
         "value <= 1e9,", "True,",
         ["test_config.py::test_the_impossible_is_refused_by_name"],

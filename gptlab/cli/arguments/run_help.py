@@ -51,7 +51,7 @@ _COMMON: Mapping[str, Mapping[str, str]] = {
         "model.window_pattern": "by layer: L full, S sliding window",
         "tokenizer.vocab_size": "entries of a BPE tokenizer",
         "batch.total_tokens": "tokens in one optimizer step",
-        "batch.micro_sequences": "rows in one pass: lower it to save memory",
+        "batch.micro_sequences": "rows in one pass: fewer save memory",
         "optim.muon.lr": "learning rate of the matrices (Muon)",
         "optim.embedding.lr": "learning rate of the tables (AdamW)",
     },

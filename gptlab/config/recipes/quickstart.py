@@ -40,9 +40,9 @@ CONTEXT, WINDOW = 1024, 128
 # After 60 s (three layers) a base of 1,000 ends 4.5% higher in bits per byte than 10,000, and this one 1.5% lower
 # (docs/LOG.md, 2026-11-25).
 ROPE_BASE = 100_000.0
-# More are no faster (docs/LOG.md, 2026-11-22), and as many serve every batch: what was compiled to be timed is what
-# trains.
-CPU_MICRO_TOKENS = 2**12
+# Steps of 8,192 tokens take 1.08 times as long in two micro-batches as in one, and with micro-batches twice as large
+# those of 16,384 are 0.97 times as long (AMX; docs/LOG.md, 2026-11-28).
+LEAST_STEP_TOKENS, CPU_MICRO_TOKENS = 2**12, 2**13
 
 # Measured on the standard library with the steps that fit into 60 and 180 s of several CPUs (docs/LOG.md, 2026-11-25).
 # Three layers, which are three times as large as two, are worse by 5% where they see 1.7 tokens a parameter, better by
@@ -87,13 +87,13 @@ def quickstart(
     tokens = horizon.amount * total_tokens
     if horizon.unit != "steps":
         tokens = tokens_within(horizon, shape, flops_per_second)
-        total_tokens = step_tokens(tokens, per_root, CPU_MICRO_TOKENS)
+        total_tokens = step_tokens(tokens, per_root, LEAST_STEP_TOKENS)
     by_steps = horizon.unit == "tokens" or validates_by_steps(horizon)
     quarters: dict[str, Any] = {
         "every_seconds": horizon.amount / 4 if horizon.unit == "seconds" else None,
         "every_steps": math.ceil(tokens / total_tokens / 4) if by_steps else None,
     }
-    rows = CPU_MICRO_TOKENS // seq_len
+    rows = min(total_tokens, CPU_MICRO_TOKENS) // seq_len
     if machine is not None and (gpu is not None or machine.processes > 1):
         rows = quickstart_on_gpu.micro_rows(machine, total_tokens, seq_len, cpu_tokens=CPU_MICRO_TOKENS)
     return RunConfig(

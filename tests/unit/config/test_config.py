@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from gptlab.config.errors import ConfigError, UserError, nearest_name
+from gptlab.config.load import apply_overrides
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
 from gptlab.config.run import (
@@ -215,6 +216,23 @@ def test_a_step_is_whole_micro_batches() -> None:
     config = RunConfig(batch=BatchConfig(total_tokens=32_768, micro_sequences=16), model=ModelConfig(seq_len=256))
     assert config.micro_tokens == 4096
     assert config.micro_batches == 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "micro_batches"),
+    [
+        ({"batch.total_tokens": 65_536}, 16, 16),
+        ({"batch.total_tokens": 6 * 256}, 2, 3),
+        ({"model.seq_len": 4096}, 8, 1),
+        ({"batch.total_tokens": 2048, "batch.micro_sequences": 4}, 4, 2),
+    ],
+)
+def test_a_smaller_step_has_fewer_rows_in_a_micro_batch(asked: dict[str, int], rows: int, micro_batches: int) -> None:
+    config = RunConfig(batch=BatchConfig(total_tokens=32_768, micro_sequences=16), model=ModelConfig(seq_len=256))
+    smaller = apply_overrides(config, asked)
+    assert (smaller.batch.micro_sequences, smaller.micro_batches) == (rows, micro_batches)
+    with pytest.raises(ConfigError, match="must be a multiple"):
+        apply_overrides(config, {"batch.total_tokens": 1000})
 
 
 def test_a_whole_number_in_a_field_of_floats_becomes_one() -> None:
