@@ -339,7 +339,7 @@ void forward(const real* heads, real* y, float* lse, const Shape& s, long thread
                         for (long r = 0; r < BLOCK; r += MR)
                             for (long d = 0; d < columns; d += NR)
                                 add(0, k0 == q0 ? r + MR : BLOCK, a + r * row, row, 1, v + k0 / PER_UNIT * columns + d,
-                                       columns, out + r * columns + d, columns);
+                                    columns, out + r * columns + d, columns);
                     }
                     for (long r = 0; r < BLOCK && q0 + r < tokens; r++) {
                         real* to = y + ((sequence * tokens + q0 + r) * n_head + head) * width;
@@ -355,7 +355,7 @@ void forward(const real* heads, real* y, float* lse, const Shape& s, long thread
 }
 
 // What the backward pass has of the queries of a head.
-struct Query {
+struct Queries {
     Rows q, dout;
     unit *q_down, *dout_down;  // units along the tokens; in float32 that is the same
     float *dq, *norm, *delta;
@@ -367,7 +367,7 @@ void backward(const real* heads, const real* y, const float* lse, const real* dy
                window = s.window;
     const long n = s.packed(), columns = s.columns(), units = columns / PER_UNIT, row = BLOCK / PER_UNIT;
     const std::unique_ptr<float[]> memory(new float[threads * s.scratch()]);
-    const std::unique_ptr<Query[]> all_queries(new Query[threads * s.group()]);
+    const std::unique_ptr<Queries[]> all_heads(new Queries[threads * s.group()]);
     Tasks tasks(threads);
 #pragma omp parallel num_threads(threads)
     {
@@ -392,35 +392,35 @@ void backward(const real* heads, const real* y, const float* lse, const real* dy
             pack_along_tokens(s, keys, s.key_offset ? width : s.token(), k_down);
             pack_transposed(s, keys, s.key_offset ? width : s.token(), kt);
             pack_transposed(s, here + (n_head + n_kv_head + kv) * width, s.token(), vt);
-            Query* queries = all_queries.get() + omp_get_thread_num() * s.group();
+            Queries* group = all_heads.get() + omp_get_thread_num() * s.group();
             for (long i = 0; i < s.group(); i++) {
                 const long head = kv * s.group() + i, first = (sequence * tokens * n_head + head) * width;
-                Query& of = queries[i];
+                Queries& own = group[i];
                 auto *q = scratch.units(n), *dout = scratch.units(n);
-                of.dq = scratch.numbers<float>(n), of.norm = scratch.numbers<float>(s.rows());
-                of.delta = scratch.numbers<float>(s.rows());
-                of.q_down = PAIRS ? scratch.units(n) : q, of.dout_down = PAIRS ? scratch.units(n) : dout;
+                own.dq = scratch.numbers<float>(n), own.norm = scratch.numbers<float>(s.rows());
+                own.delta = scratch.numbers<float>(s.rows());
+                own.q_down = PAIRS ? scratch.units(n) : q, own.dout_down = PAIRS ? scratch.units(n) : dout;
                 if constexpr (PAIRS) {
-                    of.q = rows_of(s, here + head * width, s.token(), q);
-                    of.dout = rows_of(s, dy + first, n_head * width, dout);
-                    pack_along_tokens(s, here + head * width, s.token(), of.q_down);
-                    pack_along_tokens(s, dy + first, n_head * width, of.dout_down);
+                    own.q = rows_of(s, here + head * width, s.token(), q);
+                    own.dout = rows_of(s, dy + first, n_head * width, dout);
+                    pack_along_tokens(s, here + head * width, s.token(), own.q_down);
+                    pack_along_tokens(s, dy + first, n_head * width, own.dout_down);
                 } else {
                     pack(s, here + head * width, s.token(), q);
                     pack(s, dy + first, n_head * width, dout);
-                    of.q = {q, units}, of.dout = {dout, units};
+                    own.q = {q, units}, own.dout = {dout, units};
                 }
-                std::memset(of.dq, 0, n * sizeof(float));
-                std::memset(of.norm + tokens, 0, (s.rows() - tokens) * sizeof(float));
-                std::memset(of.delta + tokens, 0, (s.rows() - tokens) * sizeof(float));
+                std::memset(own.dq, 0, n * sizeof(float));
+                std::memset(own.norm + tokens, 0, (s.rows() - tokens) * sizeof(float));
+                std::memset(own.delta + tokens, 0, (s.rows() - tokens) * sizeof(float));
                 for (long t = 0; t < tokens; t++) {  // sum over keys of weight times its gradient = sum of y dy
                     const long of_token = first + t * n_head * width;
                     prefetch_ahead(y + of_token, n_head * width, width);
                     vec sums{};
                     for (long d = 0; d < width; d += W)
                         sums += load_part(y + of_token + d, width - d) * load_part(dy + of_token + d, width - d);
-                    of.delta[t] = sum_of(sums);
-                    of.norm[t] = lse[(sequence * n_head + head) * tokens + t];
+                    own.delta[t] = sum_of(sums);
+                    own.norm[t] = lse[(sequence * n_head + head) * tokens + t];
                 }
             }
             for (long k0 = 0; k0 < s.rows(); k0 += BLOCK) {
@@ -428,25 +428,25 @@ void backward(const real* heads, const real* y, const float* lse, const real* dy
                 std::memset(dk + columns, 0, BLOCK * columns * sizeof(float));  // after the row of the token before
                 std::memset(dv, 0, BLOCK * columns * sizeof(float));
                 for (long i = 0; i < s.group(); i++) {
-                    const Query& of = queries[i];
+                    const Queries& own = group[i];
                     for (long q0 = k0; q0 < end; q0 += BLOCK) {
                         const bool diagonal = q0 == k0;
                         const uint64_t query = (sequence * n_head + kv * s.group() + i) * tokens + q0;
-                        products(units, of.q, kt, q0, k0, scores);
+                        products(units, own.q, kt, q0, k0, scores);
                         if (s.hides(q0, k0)) hide(s, q0, k0, scores);
-                        products(units, of.dout, vt, q0, k0, dweights);
-                        score_gradients(s, diagonal, query, k0, of.norm + q0, of.delta + q0, scores, dweights, dscores,
+                        products(units, own.dout, vt, q0, k0, dweights);
+                        score_gradients(s, diagonal, query, k0, own.norm + q0, own.delta + q0, scores, dweights, dscores,
                                         dscores_down, weights_down);
                         const long of_q = q0 / PER_UNIT * columns, of_k = k0 / PER_UNIT * columns;
                         const long per_key = BY_AMX ? row : 1, per_unit = BY_AMX ? 1 : BLOCK;
                         for (long r = 0; r < BLOCK; r += MR)
                             for (long d = 0; d < columns; d += NR) {
                                 add(0, diagonal ? r + MR : BLOCK, dscores_units + r * row, row, 1, k_down + of_k + d,
-                                    columns, of.dq + (q0 + r) * columns + d, columns);
+                                    columns, own.dq + (q0 + r) * columns + d, columns);
                                 add(diagonal ? r : 0, BLOCK, dscores_down + r * per_key, per_key, per_unit,
-                                    of.q_down + of_q + d, columns, dk + (1 + r) * columns + d, columns);
+                                    own.q_down + of_q + d, columns, dk + (1 + r) * columns + d, columns);
                                 add(diagonal ? r : 0, BLOCK, weights_down + r * per_key, per_key, per_unit,
-                                    of.dout_down + of_q + d, columns, dv + r * columns + d, columns);
+                                    own.dout_down + of_q + d, columns, dv + r * columns + d, columns);
                             }
                     }
                 }
@@ -459,7 +459,7 @@ void backward(const real* heads, const real* y, const float* lse, const real* dy
                 unpack(s, dv, std::min(BLOCK, tokens - k0), 1, dvalues + k0 * s.token());
             }
             for (long i = 0; i < s.group(); i++)
-                unpack(s, queries[i].dq, tokens, s.scale(), dhere + (kv * s.group() + i) * width);
+                unpack(s, group[i].dq, tokens, s.scale(), dhere + (kv * s.group() + i) * width);
         });
     }
 }
