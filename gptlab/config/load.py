@@ -72,8 +72,10 @@ def _rows_that_divide(config: RunConfig, overrides: Mapping[str, Any]) -> dict[s
     if overrides.keys().isdisjoint({"batch.total_tokens", "model.seq_len"}) or "batch.micro_sequences" in overrides:
         return {}
     tokens = overrides.get("batch.total_tokens", config.batch.total_tokens)
-    rows, rest = divmod(tokens, overrides.get("model.seq_len", config.model.seq_len))
-    return {} if rest else {"batch.micro_sequences": math.gcd(config.batch.micro_sequences, rows)}
+    seq_len = overrides.get("model.seq_len", config.model.seq_len)
+    if seq_len < 1 or tokens % seq_len:  # which the fields' own checks refuse
+        return {}
+    return {"batch.micro_sequences": math.gcd(config.batch.micro_sequences, tokens // seq_len)}
 
 
 def rebuild(value: T, overrides: Mapping[str, Any], prefix: str = "") -> T:

@@ -23,7 +23,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step that is smaller than the recipe's micro-batch is refused", "config/load.py",
-        'return {} if rest else {"batch.micro_sequences"', 'return {} if True else {"batch.micro_sequences"',
+        'math.gcd(config.batch.micro_sequences, tokens // seq_len)', 'config.batch.micro_sequences',
         ["test_config.py::test_a_smaller_step_has_fewer_rows_in_a_micro_batch"],
     ),
     Mutation(

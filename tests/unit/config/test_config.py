@@ -233,6 +233,8 @@ def test_a_smaller_step_has_fewer_rows_in_a_micro_batch(asked: dict[str, int], r
     assert (smaller.batch.micro_sequences, smaller.micro_batches) == (rows, micro_batches)
     with pytest.raises(ConfigError, match="must be a multiple"):
         apply_overrides(config, {"batch.total_tokens": 1000})
+    with pytest.raises(ConfigError, match="seq_len"):
+        apply_overrides(config, {"model.seq_len": 0})
 
 
 def test_a_whole_number_in_a_field_of_floats_becomes_one() -> None:
