@@ -19,7 +19,7 @@ from gptlab.model.attention import cached_attention, offset_keys, rotary_tables
 from gptlab.model.head import HeadLoss, capped_logits
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels import torch_ops
-from gptlab.model.kernels.ops import ACTIVATIONS, implementation, linear, load_kernels, mlp
+from gptlab.model.kernels.ops import ACTIVATIONS, implementation, linear, load_kernels, look_up, mlp
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.files.cache import keep_compiled
 from gptlab.runtime.hardware.device import Platform
@@ -46,6 +46,14 @@ class Linear(nn.Linear):
 
 class Embedding(nn.Embedding):
     """A table that `GPT.init_weights` fills. torch's own draw, on the meta device, would import its compiler: 0.8 s."""
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype | None) -> None:
+        """`dtype`: what rows are rounded to. None: the table's own."""
+        super().__init__(rows, width)
+        self.dtype = dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) if self.dtype is None else look_up(self.weight, tokens, self.dtype)
 
     def reset_parameters(self) -> None:
         pass
@@ -193,10 +201,15 @@ class GPT(nn.Module):
         self.saved_shapes: dict[str, torch.Size] = {}  # what a replaced model has to keep, so that it can be loaded
         rows, width = config.padded_vocab_size, config.n_embd
         value_width = config.kv_heads * config.head_dim
-        self.token_embedding = Embedding(rows, width)
-        self.position_embedding = Embedding(config.seq_len, width) if config.position == "learned" else None
+        learned = config.position == "learned"  # their sum is rounded
+        self.token_embedding = Embedding(rows, width, None if learned else compute_dtype)
+        self.position_embedding = Embedding(config.seq_len, width, None) if learned else None
         self.value_embeddings = nn.ModuleDict(
-            {str(i): Embedding(rows, value_width) for i in range(config.n_layer) if config.has_value_embedding(i)}
+            {
+                str(layer): Embedding(rows, value_width, compute_dtype)
+                for layer in range(config.n_layer)
+                if config.has_value_embedding(layer)
+            }
         )
         self.embedding_norm = make_norm(config) if config.embedding_norm else None
         self.dropout = make_dropout(config)

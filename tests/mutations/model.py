@@ -73,6 +73,22 @@ MUTATIONS = [
         ["bfloat16 by autocast; the final loss in float32"],
     ),
     Mutation(
+        "a table's gradient has only the last row of each entry", "model/kernels/fused_kernels.cpp",
+        "load_part(to + i, n) + load_part(from + i, n), n);\n            });",
+        "load_part(from + i, n), n);\n            });",
+        ["test_embedding.py::test_rows_and_the_gradient_of_a_table", "test_embedding.py::test_by_hand"],
+    ),
+    Mutation(
+        "a token that is no row is read beyond the table", "model/kernels/embedding.py",
+        "if least < 0 or most >= len(table):", "if least < 0:",
+        ["test_embedding.py::test_a_token_that_is_no_row_is_refused"],
+    ),
+    Mutation(
+        "tokens' rows are rounded before positions are added", "model/gpt.py",
+        "Embedding(rows, width, None if learned else compute_dtype)", "Embedding(rows, width, compute_dtype)",
+        ["test_embedding.py::test_where_models_look_rows_up"],
+    ),
+    Mutation(
         "the norm's kernel forgets what its sum is also used for", "model/kernels/fused_kernels.cpp",
         "if (dmixed) g += load_part(dmixed + at + i, n);\n                if (sums) {", "if (sums) {",
         ["test_fused_kernels.py::test_sum_and_norm", "test_fused_kernels.py::test_where_only_one_of_the_two_is_used"],

@@ -37,6 +37,8 @@ void softcap_forward(const float*, float*, float, long, long);
 void softcap_backward(const float*, const float*, float*, float, long, long);
 void dropout(const real*, real*, long, long, float, long, long);
 void loss_and_gradient(real*, const int64_t*, long, long, long, float, double*, long);
+void look_up(const float*, const int64_t*, real*, long, long, long);
+void look_up_backward(const real*, const int64_t*, float*, long, long, long, long);
 }
 
 namespace {
@@ -144,6 +146,11 @@ void fused() {
                         dy.data(), dscale.data(), dscale.data() + width, rows, width, 1);
     for (auto* one : {&sum, &normed, &dx, &dy}) one->print();
     print(dscale.data(), 2 * width);
+    std::vector<float> dtable(31 * width);
+    for (int64_t& target : targets) target++;  // from 0 to 30
+    look_up(numbers(31 * width, 1), targets.data(), sum.data(), rows, width, 1);
+    look_up_backward(dsum.data(), targets.data(), dtable.data(), rows, width, 31, 1);
+    sum.print(), print(dtable.data(), 31 * width);
 }
 
 // Layers of 37 inputs and 51 outputs or hidden channels.

@@ -102,7 +102,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: flo
     assert logits.is_contiguous()
     targets = checked_targets(targets, len(logits), vocab_size)
     nats, sizes = torch.empty((), dtype=torch.float64), (*logits.shape, vocab_size)
-    _call("loss_and_gradient", logits.dtype, logits, targets, *sizes, float(cap or 0), nats)
+    call("loss_and_gradient", logits.dtype, logits, targets, *sizes, float(cap or 0), nats)
     return nats, logits
 
 
@@ -116,7 +116,7 @@ def head_loss(
     x, weight = x.contiguous(), weight.float().contiguous()
     nats, dx, dweight = torch.empty((), dtype=torch.float64), torch.empty_like(x), torch.empty_like(weight)
     sizes = *x.shape, len(weight), vocab_size
-    _call("head_loss", x.dtype, x, weight, targets, dx, dweight, nats, *sizes, float(cap or 0))
+    call("head_loss", x.dtype, x, weight, targets, dx, dweight, nats, *sizes, float(cap or 0))
     return nats, dx, dweight
 
 
@@ -125,7 +125,7 @@ def capped_logits(x: Tensor, weight: Tensor, vocab_size: int, cap: float | None)
     require_head(x, weight, vocab_size)
     x, weight = x.contiguous(), weight.float().contiguous()
     logits = torch.empty(*x.shape[:-1], vocab_size, dtype=torch.float32)
-    _call("capped_logits", x.dtype, x, weight, logits, x.shape[:-1].numel(), x.shape[-1], vocab_size, float(cap or 0))
+    call("capped_logits", x.dtype, x, weight, logits, x.shape[:-1].numel(), x.shape[-1], vocab_size, float(cap or 0))
     return logits
 
 
@@ -135,14 +135,14 @@ def head_nats(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, cap: 
     targets = checked_targets(targets, x.shape[:-1].numel(), vocab_size)
     x, weight = x.contiguous(), weight.float().contiguous()
     nats = torch.empty(targets.shape, dtype=torch.float32)
-    _call("head_nats", x.dtype, x, weight, targets, nats, targets.numel(), x.shape[-1], vocab_size, float(cap or 0))
+    call("head_nats", x.dtype, x, weight, targets, nats, targets.numel(), x.shape[-1], vocab_size, float(cap or 0))
     return nats
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
     assert logits.dtype == torch.float32
     logits, nats = logits.contiguous(), torch.empty(len(logits), dtype=torch.float32)
-    _call("losses", None, logits, checked_targets(targets, *logits.shape), nats, *logits.shape)
+    call("losses", None, logits, checked_targets(targets, *logits.shape), nats, *logits.shape)
     return nats
 
 
@@ -156,7 +156,7 @@ class _SumAndNorm(torch.autograd.Function):
         total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
         inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
         sizes = inverse.numel(), x.shape[-1]
-        _call("norm_forward", x.dtype, x, y, *ctx.weights, total, normed, inverse, *sizes, float(eps))
+        call("norm_forward", x.dtype, x, y, *ctx.weights, total, normed, inverse, *sizes, float(eps))
         ctx.save_for_backward(total, inverse, *((x, y) if ctx.learned else ()))
         ctx.set_materialize_grads(False)
         return normed if y is None else (total, normed)
@@ -188,7 +188,7 @@ class _SumAndLayerNorm(torch.autograd.Function):
         moments = x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
         sizes = x.shape[:-1].numel(), x.shape[-1]
         given = x, y, *ctx.weights, weight, bias
-        _call("layer_norm_forward", x.dtype, *given, total, normed, moments, *sizes, float(eps))
+        call("layer_norm_forward", x.dtype, *given, total, normed, moments, *sizes, float(eps))
         ctx.save_for_backward(total, moments, weight)
         ctx.set_materialize_grads(False)
         return normed if y is None else (total, normed)
@@ -212,7 +212,7 @@ def _norm_backward(
     dnormed = torch.zeros_like(total) if dnormed is None else dnormed.contiguous()
     (a, b), sizes, dx = weights, (total.shape[:-1].numel(), total.shape[-1]), torch.empty_like(total)
     dy = dx if a == b else torch.empty_like(total) if len(gradients) == 2 else None
-    _call(name, total.dtype, dtotal, dnormed, total, *given, a, b, dx, None if dy is dx else dy, *made, *sizes)
+    call(name, total.dtype, dtotal, dnormed, total, *given, a, b, dx, None if dy is dx else dy, *made, *sizes)
     return dx, dy
 
 
@@ -234,7 +234,7 @@ class _Heads(torch.autograd.Function):
         inverse = None if eps is None else heads.new_empty(batch, tokens, n_head + n_kv_head, dtype=torch.float32)
         ctx.sizes = batch * tokens, tokens, n_head, n_kv_head, width
         norm_eps = -1.0 if eps is None else float(eps)
-        _call("heads_forward", heads.dtype, *ctx.sizes, heads, gates, value, cos, sin, norm_eps, out, inverse)
+        call("heads_forward", heads.dtype, *ctx.sizes, heads, gates, value, cos, sin, norm_eps, out, inverse)
         ctx.save_for_backward(out, inverse, gates, value, cos, sin)
         return out
 
@@ -244,7 +244,7 @@ class _Heads(torch.autograd.Function):
         out, inverse, gates, value, cos, sin = ctx.saved_tensors
         given = dout.contiguous(), out, inverse, gates, value, cos, sin
         gradients = [None if one is None else torch.empty_like(one) for one in (out, gates, value)]
-        _call("heads_backward", out.dtype, *ctx.sizes, *given, *gradients)
+        call("heads_backward", out.dtype, *ctx.sizes, *given, *gradients)
         return *gradients, None, None, None, None
 
 
@@ -258,7 +258,7 @@ class _Attention(torch.autograd.Function):
         y = heads.new_empty(batch, tokens, n_head, width)
         lse = heads.new_empty(batch, n_head, tokens, dtype=torch.float32)
         ctx.sizes = batch, tokens, n_head, key_value_heads(heads, n_head), width, window, key_offset, dropout, seed
-        _call("attention_forward", heads.dtype, heads, y, lse, *ctx.sizes)
+        call("attention_forward", heads.dtype, heads, y, lse, *ctx.sizes)
         ctx.save_for_backward(heads, y, lse)
         return y
 
@@ -267,7 +267,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         heads, y, lse = ctx.saved_tensors
         dheads = torch.empty_like(heads)
-        _call("attention_backward", heads.dtype, heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
+        call("attention_backward", heads.dtype, heads, y, lse, dy.contiguous(), dheads, *ctx.sizes)
         return dheads, None, None, None, None, None
 
 
@@ -286,7 +286,7 @@ class _Dropout(torch.autograd.Function):
 def _dropped(x: Tensor, rate: float, seed: int) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
-    _call("dropout", x.dtype, x, y, x.shape[:-1].numel(), x.shape[-1], rate, seed)
+    call("dropout", x.dtype, x, y, x.shape[:-1].numel(), x.shape[-1], rate, seed)
     return y
 
 
@@ -297,7 +297,7 @@ class _Linear(torch.autograd.Function):
         x, weight, ctx.weight_dtype = x.contiguous(), weight.float().contiguous(), weight.dtype
         ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(weight)
         y = x.new_empty(*x.shape[:-1], len(weight))
-        _call("linear_forward", x.dtype, x, weight, y, *ctx.sizes)
+        call("linear_forward", x.dtype, x, weight, y, *ctx.sizes)
         ctx.save_for_backward(x, weight)
         return y
 
@@ -306,7 +306,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-        _call("linear_backward", x.dtype, x, weight, dy.contiguous(), dx, dweight, *ctx.sizes)
+        call("linear_backward", x.dtype, x, weight, dy.contiguous(), dx, dweight, *ctx.sizes)
         return dx, dweight.to(ctx.weight_dtype)
 
 
@@ -322,7 +322,7 @@ class _MLP(torch.autograd.Function):
         ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(up)
         hidden, y = x.new_empty(*x.shape[:-1], len(up)), torch.empty_like(x)
         slope = torch.empty_like(hidden) if keep and activation == "gelu" else None
-        _call("mlp_forward", x.dtype, x, up, out, hidden, slope, y, *ctx.sizes, activation == "gelu")
+        call("mlp_forward", x.dtype, x, up, out, hidden, slope, y, *ctx.sizes, activation == "gelu")
         ctx.save_for_backward(x, up, out, hidden, slope)
         return y
 
@@ -331,7 +331,7 @@ class _MLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, up, *others = ctx.saved_tensors
         dx, dup, dout = torch.empty_like(x), torch.empty_like(up), torch.empty_like(others[0])
-        _call("mlp_backward", x.dtype, x, up, *others, dy.contiguous(), dx, dup, dout, *ctx.sizes)
+        call("mlp_backward", x.dtype, x, up, *others, dy.contiguous(), dx, dup, dout, *ctx.sizes)
         return dx, dup.to(ctx.weight_dtype), dout.to(ctx.weight_dtype), None, None
 
 
@@ -342,7 +342,7 @@ class _Gelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.contiguous()
         y, slope = torch.empty_like(x), torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        _call("gelu", x.dtype, x, y, slope, x.numel())
+        call("gelu", x.dtype, x, y, slope, x.numel())
         ctx.save_for_backward(slope)
         return y
 
@@ -354,13 +354,13 @@ class _Gelu(torch.autograd.Function):
 
 
 class _Elementwise(torch.autograd.Function):
-    """The functions NAME_forward and NAME_backward for `dtype`, as in `_call`, which take the same constants."""
+    """The functions NAME_forward and NAME_backward for `dtype`, as in `call`, which take the same constants."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, dtype: torch.dtype | None, *constants: float) -> Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
-        _call(f"{name}_forward", dtype, x, y, *constants, x.numel())
+        call(f"{name}_forward", dtype, x, y, *constants, x.numel())
         ctx.save_for_backward(x)
         ctx.name, ctx.dtype, ctx.constants = name, dtype, constants
         return y
@@ -370,7 +370,7 @@ class _Elementwise(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         dx = torch.empty_like(x)
-        _call(f"{ctx.name}_backward", ctx.dtype, x, dy.contiguous(), dx, *ctx.constants, x.numel())
+        call(f"{ctx.name}_backward", ctx.dtype, x, dy.contiguous(), dx, *ctx.constants, x.numel())
         return dx, None, None, *(None for _ in ctx.constants)
 
 
@@ -379,7 +379,7 @@ def _floats(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float().contiguous()
 
 
-def _call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) -> None:
+def call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) -> None:
     """Call a function for activations of `dtype`, with the number of threads as the last argument. None: one for
     float32 logits, which is there whatever the type of activations. MemoryError if it finds too little memory."""
     library = loaded if dtype is None else kernel_library("bfloat16" if dtype == torch.bfloat16 else "float32")

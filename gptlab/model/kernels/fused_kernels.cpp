@@ -1,5 +1,5 @@
-// What a GPT computes between its matrix products, on a CPU: norms with the sums before them, heads with rotation, gates
-// and norms, activations and dropout. Each is one pass over memory, forward and backward; as single operations of PyTorch
+// What a GPT computes between its matrix products, on a CPU: embeddings, norms with the sums before them, heads with
+// rotation, gates and norms, activations and dropout. Each is one pass over memory, forward and backward; as single operations of PyTorch
 // they are three to ten.
 //
 // Activations are `real`; whatever is computed is float32, rounded when it is stored. A row is computed by one thread in a
@@ -7,6 +7,7 @@
 
 #include "activations.h"
 #include "scratch.h"
+#include "tasks.h"
 
 #include <algorithm>
 #include <cmath>
@@ -344,6 +345,36 @@ void dropout(const real* x, real* y, long rows, long width, float rate, long see
         const real* from = x + row * width;
         real* to = y + row * width;
         vectors(width, [&](long i, auto n) { store_part(to + i, load_part(from + i, n) * dropout.factors(i), n); });
+    }
+}
+// y (rows, width) = the table's rows of these tokens
+void look_up(const float* table, const int64_t* tokens, real* y, long rows, long width, long threads) {
+#pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
+    for (long row = 0; row < rows; row++) {
+        const float* from = table + tokens[row] * width;
+        vectors(width, [&](long i, auto n) { store_part(y + row * width + i, load_part(from + i, n), n); });
+    }
+}
+
+// dtable (entries, width): for each entry the sum of its rows of dy, in their order. Each thread sums some columns, of
+// whole cache lines, for all entries.
+void look_up_backward(const real* dy, const int64_t* tokens, float* dtable, long rows, long width, long entries,
+                      long threads) {
+    constexpr long LINE = 16;
+    const long lines = (width + LINE - 1) / LINE;
+#pragma omp parallel num_threads(std::min<long>(lines, team(rows * width, threads)))
+    {
+        const Share share(lines, omp_get_thread_num(), omp_get_num_threads());
+        const long first = share.first * LINE, columns = std::min(share.last * LINE, width) - first;
+        for (long entry = 0; entry < entries; entry++)
+            std::memset(dtable + entry * width + first, 0, columns * sizeof(float));
+        for (long row = 0; row < rows; row++) {
+            const real* from = dy + row * width + first;
+            float* to = dtable + tokens[row] * width + first;
+            vectors(columns, [&](long i, auto n) {
+                store_part(to + i, load_part(to + i, n) + load_part(from + i, n), n);
+            });
+        }
     }
 }
 }

@@ -1,6 +1,7 @@
 """How the parts of a model are computed that have several implementations. This is the one place that chooses.
 
 between matrix products   `fused` (float32 and bfloat16 on a CPU, not compiled), or `torch_ops`
+embeddings                `embedding`, where there is `fused`, or PyTorch
 ACTIVATIONS               the same, or PyTorch
 linear layers             the same for many positions, by `runtime.products`, the MLP as one; else PyTorch
 attention                 the same on a CPU; `torch_attention` on GPUs and with document masks
@@ -90,6 +91,15 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 """A new one also has its name in `config/model.py`, its formula in decode_kernel.cpp with a number in decode_kernel.py,
 and what transformers computes in hf_config.py and modeling_gptlab.py, which takes any other name for GELU."""
+
+
+def look_up(table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table (P, C) for tokens (...), rounded to `dtype`: (..., C)."""
+    if dtype in _ACTIVATIONS and table.dtype == torch.float32 and implementation(table.detach()) is not torch_ops:
+        from gptlab.model.kernels import embedding
+
+        return embedding.look_up(table, tokens, dtype)
+    return F.embedding(tokens, table).to(dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

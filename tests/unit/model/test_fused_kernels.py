@@ -165,7 +165,7 @@ def test_mlp(rows: int, width: int, hidden: int, activation: Activation, dtype: 
 def test_the_mlp_keeps_the_derivatives_that_a_gradient_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of ReLU^2 follow from the hidden activations."""
     given: list[object] = []
-    monkeypatch.setattr(fused, "_call", lambda name, dtype, *values: given.extend(values[4:5]))
+    monkeypatch.setattr(fused, "call", lambda name, dtype, *values: given.extend(values[4:5]))
     x, up, out = random(3, 8), random(16, 8).requires_grad_(), random(8, 16).requires_grad_()
     with torch.no_grad():
         fused.mlp(x, up, out, "gelu")
