@@ -25,8 +25,11 @@ from gptlab.runtime.processes.distributed import World
 _ALONE = World()
 
 # Steps of quickstart reach 0.55 of the products' peak where these are slow (float32 with AVX2, docs/LOG.md, 2026-11-22)
-# and a fifth of it where they are fast (AMX).
+# and a fifth of it where they are fast (AMX), since the rest of a step is no faster there: two threads reach 490 to 530
+# GFLOP/s with products of 842 to 966 (Zen 5, 2026-11-25 and 2026-11-27) and 390 to 500 with products of 2,200 (AMX,
+# 2026-11-28).
 PRODUCTS_SHARE = 0.55
+CPU_THREAD_FLOPS_PER_SECOND = 260e9
 
 ASSUMED_CHARACTERS = 128
 """A char tokenizer's entries before the corpus is read: ASCII. (tinyshakespeare has 65.)"""
@@ -64,8 +67,10 @@ def limited_machine(config: RunConfig, world: World = _ALONE) -> Machine:
     """This machine with the most FLOP/s that its steps can reach. Half a second on a CPU, once in a process."""
     place = place_of(config, world)
     peak = _best_peak(place)
-    most = None if peak is None else PRODUCTS_SHARE * peak * world.size
-    return replace(machine_at(config, place, world, None), most_flops_per_second=most)
+    most = None if peak is None else PRODUCTS_SHARE * peak
+    if most is not None and place.device.type == "cpu":
+        most = min(most, CPU_THREAD_FLOPS_PER_SECOND * place.threads)
+    return replace(machine_at(config, place, world, None), most_flops_per_second=most and most * world.size)
 
 
 def machine_at(config: RunConfig, place: Place, world: World, flops_per_second: float | None) -> Machine:

@@ -14,6 +14,7 @@ from gptlab.bench import timing, training_rate
 from gptlab.bench.training_rate import PRODUCTS_SHARE, Rate, limited_machine, remember_rate, remembered_rate, time_rate
 from gptlab.cli.main import main
 from gptlab.config.load import apply_overrides
+from gptlab.config.recipes.quickstart import quickstart
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import flops_per_token
 from gptlab.model.gpt import build_model
@@ -95,6 +96,18 @@ def test_a_busy_moment_does_not_change_the_first_size(monkeypatch: pytest.Monkey
     assert [limit(peak) for peak in (1e11, 2e11, 1.5e11)] == [PRODUCTS_SHARE * peak for peak in (1e11, 2e11, 2e11)]
     assert limit(1e11, threads=7) == PRODUCTS_SHARE * 1e11
     assert limit(None) is None
+
+
+def test_faster_products_make_the_rest_of_a_step_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX, two threads multiply 2,200 GFLOP/s and train at 390 to 500 (docs/LOG.md, 2026-11-28): the first size
+    that is timed is the one that three minutes are for."""
+    place = replace(place_of(config()), peak=Peak(2.2e12, "measured"), threads=2)
+    monkeypatch.setattr(training_rate, "place_of", lambda *_: place)
+    machine = limited_machine(config())
+    assert machine.most_flops_per_second == 520e9
+    timed = [replace(machine, flops_per_second=rate) for rate in (390e9, 500e9)]
+    sizes = [quickstart(machine=one) for one in (machine, *timed)]
+    assert {(one.model.n_layer, one.batch.total_tokens) for one in sizes} == {(4, 8192)}
 
 
 DAMAGES = [
