@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gptlab.config.run import RunConfig
 from gptlab.data.loader import StepBatch
-from gptlab.optim.combined import clip_gradients
+from gptlab.optim.gradient_norm import clip_gradients
 from gptlab.optim.schedule import lr_scale, muon_momentum, weight_decay_scale
 from gptlab.runtime.hardware.device import synchronize
 from gptlab.runtime.hardware.rng import fold_seed, seed_torch

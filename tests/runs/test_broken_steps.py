@@ -34,7 +34,7 @@ import gptlab
 from gptlab.config.run import CheckpointConfig, FaultsConfig, RunConfig, RuntimeConfig
 from gptlab.data.loader import StepBatch
 from gptlab.data.packing import IGNORED
-from gptlab.optim.combined import clip_gradients
+from gptlab.optim.gradient_norm import clip_gradients
 from gptlab.training import step as step_module
 from gptlab.training.checkpoint.load import load_checkpoint
 from gptlab.training.checkpoint.names import list_checkpoints

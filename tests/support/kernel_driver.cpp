@@ -37,6 +37,11 @@ void softcap_forward(const float*, float*, float, long, long);
 void softcap_backward(const float*, const float*, float*, float, long, long);
 void dropout(const real*, real*, long, long, float, long, long);
 void loss_and_gradient(real*, const int64_t*, long, long, long, float, double*, long);
+struct Numbers {
+    const float* elements;
+    int64_t size;
+};
+void total_square(const Numbers*, long, double*, long);
 void look_up(const float*, const int64_t*, real*, long, long, long);
 void look_up_backward(const real*, const int64_t*, float*, long, long, long, long);
 }
@@ -151,6 +156,9 @@ void fused() {
     look_up(numbers(31 * width, 1), targets.data(), sum.data(), rows, width, 1);
     look_up_backward(dsum.data(), targets.data(), dtable.data(), rows, width, 31, 1);
     sum.print(), print(dtable.data(), 31 * width);
+    const Numbers arrays[] = {{dtable.data(), 31 * width}, {scale, width}};
+    total_square(arrays, 2, sums, 1);
+    std::printf("%.9g\n", sums[0]);
 }
 
 // Layers of 37 inputs and 51 outputs or hidden channels.

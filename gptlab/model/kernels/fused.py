@@ -146,6 +146,13 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
     return nats
 
 
+def total_square(tensors: list[Tensor]) -> Tensor:
+    """Of contiguous float32 tensors, in float64."""
+    arrays, total = torch.tensor([(x.data_ptr(), x.numel()) for x in tensors]), torch.empty((), dtype=torch.float64)
+    call("total_square", None, arrays, len(arrays), total)
+    return total
+
+
 class _SumAndNorm(torch.autograd.Function):
     """(a x + b y, its norm); without y, the norm of x alone."""
 
@@ -186,9 +193,8 @@ class _SumAndLayerNorm(torch.autograd.Function):
         weight, bias = weight.float().contiguous(), _floats(bias)
         total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
         moments = x.new_empty(*x.shape[:-1], 2, dtype=torch.float32)
-        sizes = x.shape[:-1].numel(), x.shape[-1]
-        given = x, y, *ctx.weights, weight, bias
-        call("layer_norm_forward", x.dtype, *given, total, normed, moments, *sizes, float(eps))
+        given = x, y, *ctx.weights, weight, bias, total, normed, moments
+        call("layer_norm_forward", x.dtype, *given, x.shape[:-1].numel(), x.shape[-1], float(eps))
         ctx.save_for_backward(total, moments, weight)
         ctx.set_materialize_grads(False)
         return normed if y is None else (total, normed)
@@ -317,9 +323,8 @@ class _MLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, up: Tensor, out: Tensor, activation: Activation, keep: bool) -> Tensor:
         require_width(x, up)
         require_shape("MLP's output weight", out, x.shape[-1], len(up))
-        ctx.weight_dtype = up.dtype
+        ctx.weight_dtype, ctx.sizes = up.dtype, (x.shape[:-1].numel(), x.shape[-1], len(up))
         x, up, out = x.contiguous(), up.float().contiguous(), out.float().contiguous()
-        ctx.sizes = x.shape[:-1].numel(), x.shape[-1], len(up)
         hidden, y = x.new_empty(*x.shape[:-1], len(up)), torch.empty_like(x)
         slope = torch.empty_like(hidden) if keep and activation == "gelu" else None
         call("mlp_forward", x.dtype, x, up, out, hidden, slope, y, *ctx.sizes, activation == "gelu")
@@ -349,8 +354,7 @@ class _Gelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (slope,) = ctx.saved_tensors
-        return dy * slope
+        return dy * ctx.saved_tensors[0]
 
 
 class _Elementwise(torch.autograd.Function):

@@ -377,4 +377,35 @@ void look_up_backward(const real* dy, const int64_t* tokens, float* dtable, long
         }
     }
 }
+struct Array {
+    const float* elements;
+    int64_t size;
+};
+
+// total = the sum of the squares of all elements of some arrays, in float64. Parts of an array are summed each on its own.
+void total_square(const Array* arrays, long count, double* total, long threads) try {
+    typedef double wide_vec __attribute__((vector_size(W * sizeof(double))));
+    constexpr long PART = SMALL;
+    struct Part {
+        Array array;
+        double sum;
+    };
+    std::vector<Part> parts;
+    for (long i = 0; i < count; i++)
+        for (long at = 0; at < arrays[i].size; at += PART)
+            parts.push_back({{arrays[i].elements + at, std::min<long>(PART, arrays[i].size - at)}, 0});
+    const long n_parts = parts.size();
+#pragma omp parallel for schedule(static) num_threads(team(n_parts * PART, threads))
+    for (long i = 0; i < n_parts; i++) {
+        wide_vec squares{};
+        const Array part = parts[i].array;
+        vectors(part.size, [&](long at, auto n) {
+            const wide_vec x = __builtin_convertvector(load_part(part.elements + at, n), wide_vec);
+            squares += x * x;
+        });
+        for (int lane = 0; lane < W; lane++) parts[i].sum += squares[lane];
+    }
+    *total = 0;
+    for (const Part& part : parts) *total += part.sum;
+} catch (const std::bad_alloc&) { ran_out = true; }
 }

@@ -102,6 +102,16 @@ def look_up(table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     return F.embedding(tokens, table).to(dtype)
 
 
+def total_square(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of the squares of all elements of one or more tensors of one device, 0-d, summed in `dtype`."""
+    alike = dtype == torch.float64 and all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
+    if alike and all(implementation(x) is _fused for x in tensors):
+        from gptlab.model.kernels import fused
+
+        return fused.total_square(tensors)
+    return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).square().sum()
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., C) by weight (P, C), which is rounded to the type of x: (..., P)."""
     if bias is None and (kernels := multiplication_of_many(x)) is not None:

@@ -24,7 +24,8 @@ from gptlab.model.gpt import GPT
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels.ops import load_kernels
 from gptlab.optim.adamw import AdamW
-from gptlab.optim.combined import CombinedOptimizer, divide_by_optimizer, sum_of_squares
+from gptlab.optim.combined import CombinedOptimizer, divide_by_optimizer
+from gptlab.optim.gradient_norm import sum_of_squares
 from gptlab.optim.muon import Compile
 from gptlab.runtime.hardware.device import Platform
 from gptlab.runtime.processes.distributed import Group

@@ -23,7 +23,8 @@ from gptlab.config.optim import Role
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import fused_rows, parameter_roles
 from gptlab.model.gpt import GPT
-from gptlab.optim.combined import CombinedOptimizer, build_optimizer, joint_norm
+from gptlab.optim.combined import CombinedOptimizer, build_optimizer
+from gptlab.optim.gradient_norm import joint_norm
 from gptlab.optim.muon import Compile
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import TensorSlice, whole_slices

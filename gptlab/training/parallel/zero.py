@@ -25,7 +25,8 @@ from torch.nn import Parameter
 from gptlab.config.optim import Role
 from gptlab.config.run import RunConfig
 from gptlab.model.gpt import GPT
-from gptlab.optim.combined import build_optimizer, divide_by_optimizer, sum_of_squares, without_gradient
+from gptlab.optim.combined import build_optimizer, divide_by_optimizer, without_gradient
+from gptlab.optim.gradient_norm import sum_of_squares
 from gptlab.optim.muon import Muon, second_moment_sizes
 from gptlab.runtime.processes.distributed import Group
 from gptlab.training.checkpoint.format import TensorSlice, even_slices

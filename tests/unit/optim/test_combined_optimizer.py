@@ -14,7 +14,8 @@ from torch import Tensor
 from gptlab.config.errors import UserError
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, Role
 from gptlab.config.recipes import autoresearch
-from gptlab.optim.combined import CombinedOptimizer, build_optimizer, clip_gradients, role_config
+from gptlab.optim.combined import CombinedOptimizer, build_optimizer, role_config
+from gptlab.optim.gradient_norm import clip_gradients
 
 SHAPES: dict[str, tuple[tuple[int, ...], Role]] = {
     "embedding.weight": ((10, 8), Role.EMBEDDING),

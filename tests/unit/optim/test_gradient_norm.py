@@ -17,7 +17,10 @@ from torch import Tensor
 from gptlab.app.run.session import open_session
 from gptlab.config.run import RunConfig
 from gptlab.data.rows import RowSource
-from gptlab.optim.combined import clip_gradients, joint_norm
+from gptlab.model.kernels import fused, ops
+from gptlab.model.kernels.ops import load_kernels
+from gptlab.optim.gradient_norm import clip_gradients, joint_norm
+from gptlab.runtime.hardware.device import compiler_available
 from gptlab.runtime.hardware.place import place_of
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
@@ -74,6 +77,39 @@ def test_one_precision_for_any_number_of_ranks(norm: Callable[..., float], scale
     assert float(joint_norm(of)) == pytest.approx(expected, rel=1e-14)
     for size in (2, 3, 5):
         assert in_turn(size, lambda group: norm(group, of)) == pytest.approx(expected, rel=1e-14)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("sizes", [[0, 1, 17, 16384, 16385, 100_000], [3], [0]])
+def test_by_a_kernel_or_by_pytorch(sizes: list[int], kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of many sizes, in parts and less than a vector; whatever the number of threads, with the same bits."""
+    load_kernels(CPU, torch.float32)
+    called: list[object] = []
+    by_kernel = fused.total_square
+    monkeypatch.setattr(fused, "total_square", lambda tensors: called.append(0) or by_kernel(tensors))
+    if not kernels:
+        monkeypatch.setattr(ops, "_fused", None)
+    generator = torch.Generator().manual_seed(2)
+    of = [torch.randn(n, generator=generator) * 10.0 ** (number - 3) for number, n in enumerate(sizes)]
+    threads, found = torch.get_num_threads(), set()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            found.add(float(joint_norm(of)))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(called) == (3 if kernels and compiler_available(CPU) else 0)
+    assert len(found) == 1 or not called
+    assert found.pop() == pytest.approx(oracle(of), rel=1e-14 if called else 1e-12)
+
+
+def test_gradients_of_other_types_and_layouts() -> None:
+    """What a caller's own parts may leave: PyTorch reads them."""
+    load_kernels(CPU, torch.float32)
+    between = torch.full((3, 10), 9.0)
+    between[:, ::2] = 2
+    for one in (torch.full((3, 5), 2.0).t(), between[:, ::2], torch.full((15,), 2.0, dtype=torch.float64)):
+        assert float(joint_norm([one, torch.full((1,), 2.0, dtype=one.dtype)])) == 8.0
 
 
 def test_clipping_knows_no_overflow_either() -> None:
