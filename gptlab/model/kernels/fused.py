@@ -387,14 +387,13 @@ def call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) -
     """Call a function for activations of `dtype`, with the number of threads as the last argument. None: one for
     float32 logits, which is there whatever the type of activations. MemoryError if it finds too little memory."""
     library = loaded if dtype is None else kernel_library("bfloat16" if dtype == torch.bfloat16 else "float32")
-    getattr(library.functions, name)(*map(_as_c, (*values, torch.get_num_threads())))
+    function, given = getattr(library.functions, name), (*values, torch.get_num_threads())
+    if function.argtypes is None:  # the first call: ctypes converts faster than Python
+        function.argtypes = [*map(_type_in_c, given)]
+    function(*[value.data_ptr() if isinstance(value, Tensor) else value for value in given])
     require_memory(library.functions, name)
 
 
-def _as_c(value: Tensor | float | None) -> Any:
-    """Tensors as pointers, integers as long, other numbers as float."""
-    if isinstance(value, int):
-        return ctypes.c_long(value)
-    if isinstance(value, float):
-        return ctypes.c_float(value)
-    return ctypes.c_void_p(None if value is None else value.data_ptr())
+def _type_in_c(value: Tensor | float | None) -> Any:
+    """Tensors are pointers, integers long, other numbers float."""
+    return ctypes.c_long if isinstance(value, int) else ctypes.c_float if isinstance(value, float) else ctypes.c_void_p
