@@ -50,13 +50,14 @@ def main(argv: Sequence[str]) -> int:
         ]
         notes += [f"{name}: {status}" for name, status in sweep.statuses().items() if status != "finished"]
         figures = {"depths": [asdict(row) for row in rows], "laws": [asdict(law) for law in laws]}
-        return "\n".join([_describe(rows, laws), *notes]), figures
+        return "\n".join([describe(rows, laws), *notes]), figures
 
     return train_and_show(asked_sweep(request, "ladder", {"depth": depths}, request.options.get("seeds", 1)),
                           request.options, result)  # fmt: skip
 
 
-def _describe(rows: Sequence[Rung], laws: Sequence[PowerLaw]) -> str:
+def describe(rows: Sequence[Rung], laws: Sequence[PowerLaw]) -> str:
+    """The table, a row a depth, and what the laws through it say."""
     if not rows:
         return "no depth has a result"
     heading = ["depth", "seeds", "parameters", "tokens", "FLOPs", "seconds", "val_bpb"]
@@ -64,7 +65,7 @@ def _describe(rows: Sequence[Rung], laws: Sequence[PowerLaw]) -> str:
     cells = [
         [
             f"{row.depth}", f"{row.seeds}", f"{row.parameters:,.0f}", f"{row.tokens:,.0f}", f"{row.flops:.3g}",
-            f"{row.seconds:,.1f}", f"{row.bpb:.4f}", *(f"{law.residuals[number]:+.4f}" for law in laws),
+            f"{row.seconds:,.1f}", f"{row.bpb:.4f}", *(f"{law.residuals[number]:+z.4f}" for law in laws),
         ]
         for number, row in enumerate(rows)
     ]  # fmt: skip

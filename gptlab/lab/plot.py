@@ -146,7 +146,7 @@ def plot_frontier(figures: Mapping[str, Any], path: Path) -> None:
     panel.set(xlabel="experiment", ylabel="validation bits per byte", ylim=(bottom, top))
     gain = figures["best_bpb"] - figures["first_bpb"]
     tried, number_kept = len(rows) - 1, int(kept.sum()) - 1
-    said = f"{tried} experiments, {number_kept} kept, {gain:+.4f} bits per byte"
+    said = f"{tried} experiments, {number_kept} kept, {gain:+z.4f} bits per byte"
     panel.set_title(f"{figures['lab']}: {said}", parse_math=False)
     panel.grid(alpha=0.3)
     panel.legend(loc="upper right")

@@ -86,6 +86,10 @@ MUTATIONS = [
         ["test_ladder.py::test_its_interval_holds_the_true_term_19_times_in_20"],
     ),
     Mutation(
+        "zero has a minus in the ladder's table", "cli/ladder.py", ":+z.4f", ":+.4f",
+        ["test_ladder.py::test_zero_has_no_minus"],
+    ),
+    Mutation(
         "the exponent of a law that rises has two signs", "cli/ladder.py",
         "FLOPs^{-law.b:.4f}", "FLOPs^-{law.b:.4f}",
         ["test_ladder.py::test_a_law_of_models_that_do_not_improve"],

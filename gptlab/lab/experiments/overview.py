@@ -65,7 +65,7 @@ def promotion_text(answer: Mapping[str, Any]) -> str:
     """`confirmed at depth 8: -0.0120 bpb, 5 pairs`."""
     size = "" if answer["depth"] is None else f" at depth {answer['depth']}"
     said = "confirmed" if answer["confirmed"] else "not confirmed"
-    return f"{said}{size}: {answer['difference']:+.4f} bpb, {answer['pairs']} pairs"
+    return f"{said}{size}: {answer['difference']:+z.4f} bpb, {answer['pairs']} pairs"
 
 
 def edit_text(experiment: Experiment) -> str:
@@ -80,7 +80,7 @@ def difference_text(experiment: Experiment) -> str:
     if (difference := verdict.get("difference")) is None:
         return ""
     half = verdict.get("half_width")
-    return f"{float(difference):+.4f}" + ("" if half is None else f" ± {float(half):.4f}")
+    return f"{float(difference):+z.4f}" + ("" if half is None else f" ± {float(half):.4f}")
 
 
 def log_rows(experiments: Sequence[Experiment]) -> Iterator[tuple[str, ...]]:
@@ -154,7 +154,7 @@ def details(lab: Lab, one: Experiment) -> Iterator[str]:
     yield f"change      {shown(edit_text(one), MAX_SHOWN)}"
     yield f"why         {shown(one.why, MAX_SHOWN) or 'no reason given'}"
     if one.expect is not None:
-        yield f"expected    {one.expect:+.4f} bpb"
+        yield f"expected    {one.expect:+z.4f} bpb"
     if one.steps is not None:
         timed = "" if one.speed_interval is None else " ({:.3f} to {:.3f})".format(*one.speed_interval)
         yield f"training    {one.steps:,} steps, {one.speed:.3f} of the baseline's speed{timed}"

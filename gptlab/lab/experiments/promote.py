@@ -61,7 +61,7 @@ def sentence(answers: Sequence[dict[str, Any]]) -> str:
         half = "" if answer["half_width"] is None else f" ± {answer['half_width']:.4f}"
         pairs = f"{answer['pairs']} fresh seed{'s' * (answer['pairs'] > 1)}"
         evidence = f"evidence {answer['evidence']:.3g} to 1"
-        parts.append(f"{size}{answer['difference']:+.4f}{half} bpb over {pairs}, {evidence}")
+        parts.append(f"{size}{answer['difference']:+z.4f}{half} bpb over {pairs}, {evidence}")
     number, needed = answers[0]["experiment"], f"{1 / PROMOTION_LEVEL:g} to 1"
     return f"experiment {number} is {said} against experiment 0: {'; '.join(parts)} ({needed} confirms)"
 

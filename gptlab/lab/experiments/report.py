@@ -112,7 +112,7 @@ def describe(lab: Lab, figures: dict[str, Any]) -> Iterator[str]:
     gain = figures["best_bpb"] - figures["first_bpb"]
     yield f"lab        {figures['lab']}: {figures['recipe']}, {figures['length']} of training"
     bpb = f"{figures['best_bpb']:.4f} bits per byte"
-    yield f"best       experiment {figures['best']}: {bpb}, {gain:+.4f} since experiment 0"
+    yield f"best       experiment {figures['best']}: {bpb}, {gain:+z.4f} since experiment 0"
     for answer in figures["promotions"]:
         yield f"promoted   experiment {answer['experiment']}, {promotion_text(answer)}"
     counts = ", ".join(f"{count} {name}" for name, count in figures["verdicts"].items())
@@ -123,7 +123,7 @@ def describe(lab: Lab, figures: dict[str, Any]) -> Iterator[str]:
     if (found := figures["predictions"]) is not None:
         yield (
             f"predicted  {found['right_direction']} of {found['experiments']} in the right direction; on average"
-            f" {found['mean_expected']:+.4f}, measured {found['mean_measured']:+.4f}"
+            f" {found['mean_expected']:+z.4f}, measured {found['mean_measured']:+z.4f}"
         )
     kept = [experiments[0], *(one for one in experiments.values() if one.is_kept)]
     yield from ("", "Kept, each on top of the one before", _table(_kept_rows(kept, experiments), "><<<"))
@@ -157,7 +157,7 @@ def _kind_rows(kinds: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     yield ("", "tried", "kept", "keep rate", "mean difference")
     for row in kinds:
         rate = "" if row["keep_rate"] is None else f"{row['keep_rate']:.0%}"
-        mean = "" if row["mean_difference"] is None else f"{row['mean_difference']:+.4f}"
+        mean = "" if row["mean_difference"] is None else f"{row['mean_difference']:+z.4f}"
         yield (shown(row["kind"], 36), str(row["tried"]), str(row["kept"]), rate, mean)
 
 

@@ -15,8 +15,9 @@ import pytest
 from tiny_runs import command
 from written_runs import TOKENS_PER_STEP, write_run
 
+from gptlab.cli.ladder import describe
 from gptlab.lab import sweep as sweeping
-from gptlab.lab.ladder import power_law, power_law_with_term, rungs_of
+from gptlab.lab.ladder import PowerLaw, Rung, power_law, power_law_with_term, rungs_of
 from gptlab.lab.launch import resumed_arguments
 from gptlab.lab.run_record import read_run
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -175,3 +176,11 @@ def test_a_table_that_cannot_be_written_is_refused_before_training(tmp_path: Pat
     for path in (tmp_path, tmp_path / "none" / "rows.csv"):
         code, _, err = command(["ladder", "quickstart", "--depths", "2,3", "--steps", 9, "--csv", path])
         assert (code, "its folder does not exist" in err) == (2, True)
+
+
+def test_zero_has_no_minus() -> None:
+    rows = [Rung(depth, 1, 1e5, 1e6, flops, 9.0, bpb) for depth, flops, bpb in ((2, 1e14, 1.2), (4, 1e15, 1.1))]
+    law = PowerLaw(9.0, 0.06, 0.0, (-1e-15, 1e-15))
+    text = describe(rows, [law])
+    assert "-0.0000" not in text
+    assert text.count("+0.0000") == 2
