@@ -245,6 +245,9 @@ def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
     if "from" in given or "resume_from_step" in given:
         _require_one_start(recipe, given)
     values = _full_names(given)
+    of_training = {"tokenizer.vocab_size", "tokenizer.max_digits", "tokenizer.train_bytes"} & values.keys()
+    if of_training and values.get("tokenizer.path") is not None:
+        raise UserError(f"{min(of_training)} is for a tokenizer that is trained, and tokenizer.path has one: give one")
     if recipe is not None and recipe not in RECIPES:
         recipe, values = _with_file(recipe, values)
     values |= {name: os.path.expanduser(values[name]) for name in ("run_dir", "resume", "from") if values.get(name)}

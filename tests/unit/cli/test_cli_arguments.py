@@ -290,6 +290,10 @@ class TestRunRequest:
         [
             ("small --from runs/x", "--from runs/x and small both say what to train: give one of them"),
             ("--from runs/x --resume runs/y", "--from runs/x and --resume runs/y both say what to train"),
+            (
+                "--tokenizer.path t --tokenizer.vocab-size 512",
+                "tokenizer.vocab_size is for a tokenizer that is trained, and tokenizer.path has one: give one",
+            ),
             ("night.toml --from runs/x", "--from runs/x and night.toml both say"),
             ("--from", "--from needs a value"),
             ("--minutes -1", "minutes = -1.0: a run trains for a positive number of minutes"),
