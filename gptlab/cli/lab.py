@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from gptlab.lab.experiments.ledger import Experiment
 
 ROOT = "labs"
-
 EXIT_CODES = {
     "keep": 0, "discard": 10, "inconclusive": 11, "no-op": 12, "invalid": 13, "crashed": 14, "timed-out": 15,
 }  # fmt: skip
@@ -114,8 +113,9 @@ both. The exit code is the verdict: 0 keep, 10 discard, 11 inconclusive, 12 no-o
 def _new(argv: list[str]) -> int:
     name, rest = _named(argv, "new")
     request = read_request(
-        rest, NewArguments, prog="gptlab lab new NAME", description="Train a baseline, and measure its noise."
-    )
+        rest, NewArguments, prog="gptlab lab new NAME", description="Train a baseline, and measure its noise.",
+        refuses=["run_dir", "seed", "until_val_loss", "flops", "tokens_per_param", "init_from"],
+    )  # fmt: skip
     require_positive("--seeds", request.options.get("seeds", 1))
     from gptlab.app.new_lab import new_lab
     from gptlab.lab.experiments.overview import status_lines

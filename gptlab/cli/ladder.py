@@ -28,7 +28,9 @@ class LadderArguments(ManyRunsArguments):
 
 
 def main(argv: Sequence[str]) -> int:
-    request = read_request(argv, LadderArguments, prog="gptlab ladder", description=DESCRIPTION)
+    request = read_request(
+        argv, LadderArguments, prog="gptlab ladder", description=DESCRIPTION, refuses=["run_dir", "depth"]
+    )
     depths = whole_numbers(request.options.get("depths", ()), "depths")
     if request.resume is None and len(depths) < 2:
         raise UserError("gptlab ladder needs two depths or more: --depths 2,3,4,6")

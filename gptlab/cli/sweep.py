@@ -92,7 +92,7 @@ class SweepArguments(ManyRunsArguments):
 
 
 def main(argv: Sequence[str]) -> int:
-    request = read_request(argv, SweepArguments, prog="gptlab sweep", description=DESCRIPTION)
+    request = read_request(argv, SweepArguments, prog="gptlab sweep", description=DESCRIPTION, refuses=["run_dir"])
     vary = read_vary(request.options.get("vary", ()))
     sweep = asked_sweep(request, "sweep", vary, request.options.get("seeds", _SEEDS))
     for difference, remedy in _other_validations(sweep):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
@@ -71,8 +71,11 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> 
     return cls(**values)
 
 
-def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> RunRequest:
-    """Read a command line and the TOML file it may name. UserError for a mistake; SystemExit(0) after --help."""
+def read_request(
+    argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str, refuses: Collection[str] = ()
+) -> RunRequest:
+    """Read a command line and the TOML file it may name. UserError for a mistake; SystemExit(0) after --help, which
+    leaves out what the command `refuses`."""
     # Imported here: commands that take no run do without recipes, and runs without pages of help.
     from gptlab.app.run.run_request import SOURCES, argument_types, request_of
     from gptlab.config.recipes import OWN_TYPES
@@ -80,10 +83,11 @@ def read_request(argv: Sequence[str], arguments: type[RunArguments], *, prog: st
     if {word.partition("=")[0] for word in argv} & {*HELP_FLAGS}:
         from gptlab.cli.arguments.run_help import show_help
 
-        show_help(argv, arguments, prog=prog, description=description)
+        show_help(argv, arguments, refuses, prog=prog, description=description)
     names = argument_types(arguments)
     if DESCRIBE in argv:
-        raise DescribedError(names | OWN_TYPES, ["recipe"])
+        shown = {name: kind for name, kind in names.items() if name not in refuses}
+        raise DescribedError(shown | OWN_TYPES, ["recipe"])
     given = read_words(argv, names | OWN_TYPES, positionals=["recipe"], unknown=lambda n, v: _unknown_flag(n, v, names))
     given |= {name: listed_sources(given[name]) for name in SOURCES if name in given}
     return request_of(given.pop("recipe", None), given)

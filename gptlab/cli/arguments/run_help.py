@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_origin
 
 from gptlab.app.run.run_request import (
@@ -75,10 +75,12 @@ def recipe_list() -> str:
     return "\n".join(f"{name:<{width}}  {(call.__doc__ or '').partition(chr(10))[0]}" for name, call in RECIPES.items())
 
 
-def show_help(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, description: str) -> None:
+def show_help(
+    argv: Sequence[str], arguments: type[RunArguments], refuses: Collection[str], *, prog: str, description: str
+) -> None:
     """Print help with the defaults of the recipe that is named beside --help. Raises SystemExit(0)."""
     recipe = next((word for word in argv if word in RECIPES), DEFAULT_RECIPE)
-    page = RunHelp(arguments, recipe, prog=prog, description=description)
+    page = RunHelp(arguments, refuses, recipe, prog=prog, description=description)
     topic = _asked_topic(argv)
     print(page.about(topic) if topic is not None else page.everything() if "--help-all" in argv else page.short())
     raise SystemExit(0)
@@ -87,8 +89,11 @@ def show_help(argv: Sequence[str], arguments: type[RunArguments], *, prog: str, 
 class RunHelp:
     """The help of a command that takes a run, with the defaults of one recipe."""
 
-    def __init__(self, arguments: type[RunArguments], recipe: str, *, prog: str, description: str) -> None:
-        kinds, common, of_recipe = argument_types(arguments), argument_types(RunArguments), own_arguments(recipe)
+    def __init__(
+        self, arguments: type[RunArguments], refuses: Collection[str], recipe: str, *, prog: str, description: str
+    ) -> None:
+        kinds = {name: kind for name, kind in argument_types(arguments).items() if name not in refuses}
+        common, of_recipe = argument_types(RunArguments), own_arguments(recipe)
         docs = {GIVEN_NAMES.get(name, name): text for name, text in field_docs(arguments).items()}
         self.head = [
             f"usage: {prog} [RECIPE | FILE.toml] [--NAME VALUE ...]",
@@ -120,7 +125,8 @@ class RunHelp:
         groups["What to train"] |= of_command
         lines = list(self.head)
         for heading, texts in groups.items():
-            lines += [heading, *(line for name, text in texts.items() for line in self._row(name, text)), ""]
+            taken = {name: text for name, text in texts.items() if name in self.kinds}
+            lines += [heading, *(line for name, text in taken.items() for line in self._row(name, text)), ""]
         more = "--help-all has every argument; --help NAME those of a part, or with a name such as lr:"
         return "\n".join([*lines, *wrapped(f"{more} {', '.join(self.sections)}.")])
 

@@ -81,6 +81,31 @@ def resolve(*words: str) -> RunConfig:
     return read_request(words, TrainArguments, prog="gptlab train", description="Train.").config(pytest.fail)
 
 
+@pytest.mark.parametrize(
+    ("command", "refused"),
+    [
+        ("sweep --vary model.seq_len=8,16", ["--run-dir x"]),
+        ("ladder --depths 1,2", ["--run-dir x", "--depth 3"]),
+        ("lab new first", ["--run-dir x", "--seed 3", "--until-val-loss 2", "--flops 1e9", "--tokens-per-param 2"]),
+        ("lab new first --steps 2", ["--init-from x"]),
+    ],
+)
+def test_no_help_offers_what_the_command_refuses(
+    command: str, refused: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gptlab.app.new_lab.sized", lambda request, *_: (request.config(pytest.fail), []))
+    for given in refused:
+        assert main([*command.split(), *given.split()]) == 2, given
+    capsys.readouterr()
+    for page in ("--help", "--help-all"):
+        assert main([*command.split(), page]) == 0
+        shown = set(re.findall(r"^ *--([a-z.-]+)", capsys.readouterr().out, re.MULTILINE))
+        assert not shown & {given.split()[0].removeprefix("--") for given in refused}
+        assert {"data", "minutes", "model.seq-len"} <= shown
+
+
 def test_every_command_has_a_leaf() -> None:
     assert {leaf[0] for leaf in LEAVES} == set(COMMANDS)
 
@@ -132,7 +157,8 @@ def test_the_page_of_a_run_fits_on_a_screen(command: str, capsys: pytest.Capture
     """One page of what people change; the 110 fields of a run behind --help-all, or by part."""
     page = shown(capsys, command, "--help")
     assert len(page.splitlines()) <= (45 if command in ("train", "plan") else 50)
-    for name in ("--data", "--depth", "--minutes", "--steps", "--batch.total-tokens", "--seed", "--dtype"):
+    depth = "--depths" if command == "ladder" else "--depth"
+    for name in ("--data", depth, "--minutes", "--steps", "--batch.total-tokens", "--seed", "--dtype"):
         assert f"  {name} " in page
     assert "--faults.max-rewinds" not in page
     everything = shown(capsys, command, "--help-all")
