@@ -95,7 +95,8 @@ and what transformers computes in hf_config.py and modeling_gptlab.py, which tak
 
 def look_up(table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a table (P, C) for tokens (...), rounded to `dtype`: (..., C)."""
-    if dtype in _ACTIVATIONS and table.dtype == torch.float32 and implementation(table.detach()) is not torch_ops:
+    suits = _fused is not None and table.dtype == torch.float32 and dtype in _ACTIVATIONS
+    if suits and implementation(table.detach()) is not torch_ops:
         from gptlab.model.kernels import embedding
 
         return embedding.look_up(table, tokens, dtype)
