@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -67,10 +68,11 @@ def limited_machine(config: RunConfig, world: World = _ALONE) -> Machine:
     """This machine with the most FLOP/s that its steps can reach. Half a second on a CPU, once in a process."""
     place = place_of(config, world)
     peak = _best_peak(place)
-    most = None if peak is None else PRODUCTS_SHARE * peak
-    if most is not None and place.device.type == "cpu":
-        most = min(most, CPU_THREAD_FLOPS_PER_SECOND * place.threads)
-    return replace(machine_at(config, place, world, None), most_flops_per_second=most and most * world.size)
+    machine = machine_at(config, place, world, None)
+    if peak is None:
+        return machine
+    of_threads = CPU_THREAD_FLOPS_PER_SECOND * place.threads if place.device.type == "cpu" else math.inf
+    return replace(machine, most_flops_per_second=world.size * min(PRODUCTS_SHARE * peak, of_threads))
 
 
 def machine_at(config: RunConfig, place: Place, world: World, flops_per_second: float | None) -> Machine:

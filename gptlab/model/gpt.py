@@ -201,7 +201,7 @@ class GPT(nn.Module):
         self.saved_shapes: dict[str, torch.Size] = {}  # what a replaced model has to keep, so that it can be loaded
         rows, width = config.padded_vocab_size, config.n_embd
         value_width = config.kv_heads * config.head_dim
-        learned = config.position == "learned"  # their sum is rounded
+        learned = config.position == "learned"  # then the sum of two rows is rounded, and neither of them
         self.token_embedding = Embedding(rows, width, None if learned else compute_dtype)
         self.position_embedding = Embedding(config.seq_len, width, None) if learned else None
         self.value_embeddings = nn.ModuleDict(

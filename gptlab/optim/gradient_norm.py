@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gptlab.model.kernels.ops import total_square
+from gptlab.model.kernels import ops
 
 
 def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
@@ -18,7 +18,7 @@ def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if not gradients:
         return torch.zeros((), dtype=dtype, device=device)
-    return total_square(gradients, dtype)
+    return ops.sum_of_squares(gradients, dtype)
 
 
 def joint_norm(gradients: list[Tensor]) -> Tensor:

@@ -41,7 +41,7 @@ struct Numbers {
     const float* elements;
     int64_t size;
 };
-void total_square(const Numbers*, long, double*, long);
+void sum_of_squares(const Numbers*, long, double*, long);
 void look_up(const float*, const int64_t*, real*, long, long, long);
 void look_up_backward(const real*, const int64_t*, float*, long, long, long, long);
 }
@@ -157,7 +157,7 @@ void fused() {
     look_up_backward(dsum.data(), targets.data(), dtable.data(), rows, width, 31, 1);
     sum.print(), print(dtable.data(), 31 * width);
     const Numbers arrays[] = {{dtable.data(), 31 * width}, {scale, width}};
-    total_square(arrays, 2, sums, 1);
+    sum_of_squares(arrays, 2, sums, 1);
     std::printf("%.9g\n", sums[0]);
 }
 

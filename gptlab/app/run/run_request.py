@@ -247,7 +247,8 @@ def request_of(recipe: str | None, given: Mapping[str, Any]) -> RunRequest:
     values = _full_names(given)
     of_training = {"tokenizer.vocab_size", "tokenizer.max_digits", "tokenizer.train_bytes"} & values.keys()
     if of_training and values.get("tokenizer.path") is not None:
-        raise UserError(f"{min(of_training)} is for a tokenizer that is trained, and tokenizer.path has one: give one")
+        reason = "is for a tokenizer that is trained, and tokenizer.path names a finished one: give one of them"
+        raise UserError(f"{min(of_training)} {reason}")
     if recipe is not None and recipe not in RECIPES:
         recipe, values = _with_file(recipe, values)
     values |= {name: os.path.expanduser(values[name]) for name in ("run_dir", "resume", "from") if values.get(name)}

@@ -28,7 +28,8 @@ class _LookUp(torch.autograd.Function):
         if tokens.numel():
             least, most = torch.aminmax(tokens)
             if least < 0 or most >= len(table):
-                raise IndexError(f"tokens from {int(least)} to {int(most)} in a table of {len(table)} rows")
+                token = int(least if least < 0 else most)
+                raise IndexError(f"token {token} is out of bounds for a table of {len(table)} rows")
         rows = table.new_empty(*tokens.shape, table.shape[1], dtype=dtype)
         call("look_up", dtype, table, tokens, rows, *ctx.sizes[:2])
         ctx.save_for_backward(tokens)

@@ -146,10 +146,10 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
     return nats
 
 
-def total_square(tensors: list[Tensor]) -> Tensor:
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Of contiguous float32 tensors, in float64."""
     arrays, total = torch.tensor([(x.data_ptr(), x.numel()) for x in tensors]), torch.empty((), dtype=torch.float64)
-    call("total_square", None, arrays, len(arrays), total)
+    call("sum_of_squares", None, arrays, len(arrays), total)
     return total
 
 

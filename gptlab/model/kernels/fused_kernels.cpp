@@ -1,6 +1,6 @@
 // What a GPT computes between its matrix products, on a CPU: embeddings, norms with the sums before them, heads with
-// rotation, gates and norms, activations and dropout. Each is one pass over memory, forward and backward; as single operations of PyTorch
-// they are three to ten.
+// rotation, gates and norms, activations and dropout; and the sum of squares of its gradients. Each is one pass over
+// memory, forward and backward; as single operations of PyTorch they are three to ten.
 //
 // Activations are `real`; whatever is computed is float32, rounded when it is stored. A row is computed by one thread in a
 // fixed order, and sums over rows in CHUNKS parts: the bits do not depend on the number of threads.
@@ -347,6 +347,7 @@ void dropout(const real* x, real* y, long rows, long width, float rate, long see
         vectors(width, [&](long i, auto n) { store_part(to + i, load_part(from + i, n) * dropout.factors(i), n); });
     }
 }
+
 // y (rows, width) = the table's rows of these tokens
 void look_up(const float* table, const int64_t* tokens, real* y, long rows, long width, long threads) {
 #pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
@@ -377,35 +378,33 @@ void look_up_backward(const real* dy, const int64_t* tokens, float* dtable, long
         }
     }
 }
+
 struct Array {
     const float* elements;
     int64_t size;
 };
 
 // total = the sum of the squares of all elements of some arrays, in float64. Parts of an array are summed each on its own.
-void total_square(const Array* arrays, long count, double* total, long threads) try {
+void sum_of_squares(const Array* arrays, long count, double* total, long threads) try {
     typedef double wide_vec __attribute__((vector_size(W * sizeof(double))));
     constexpr long PART = SMALL;
-    struct Part {
-        Array array;
-        double sum;
-    };
-    std::vector<Part> parts;
+    std::vector<Array> parts;
     for (long i = 0; i < count; i++)
         for (long at = 0; at < arrays[i].size; at += PART)
-            parts.push_back({{arrays[i].elements + at, std::min<long>(PART, arrays[i].size - at)}, 0});
+            parts.push_back({arrays[i].elements + at, std::min<long>(PART, arrays[i].size - at)});
     const long n_parts = parts.size();
+    std::vector<double> sums(n_parts);
 #pragma omp parallel for schedule(static) num_threads(team(n_parts * PART, threads))
     for (long i = 0; i < n_parts; i++) {
+        const Array part = parts[i];
         wide_vec squares{};
-        const Array part = parts[i].array;
         vectors(part.size, [&](long at, auto n) {
             const wide_vec x = __builtin_convertvector(load_part(part.elements + at, n), wide_vec);
             squares += x * x;
         });
-        for (int lane = 0; lane < W; lane++) parts[i].sum += squares[lane];
+        for (int lane = 0; lane < W; lane++) sums[i] += squares[lane];
     }
     *total = 0;
-    for (const Part& part : parts) *total += part.sum;
+    for (const double sum : sums) *total += sum;
 } catch (const std::bad_alloc&) { ran_out = true; }
 }

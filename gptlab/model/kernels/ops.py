@@ -1,11 +1,12 @@
 """How the parts of a model are computed that have several implementations. This is the one place that chooses.
 
 between matrix products   `fused` (float32 and bfloat16 on a CPU, not compiled), or `torch_ops`
-embeddings                `embedding`, where there is `fused`, or PyTorch
 ACTIVATIONS               the same, or PyTorch
 linear layers             the same for many positions, by `runtime.products`, the MLP as one; else PyTorch
 attention                 the same on a CPU; `torch_attention` on GPUs and with document masks
-the head                  the same as a whole, by `runtime.products`; else slices (`model/head.py`)
+embeddings                `embedding`, where there is `fused`; else PyTorch
+the gradients' norm       `fused`, or PyTorch
+the head                  `fused` as a whole, by `runtime.products`; else slices (`model/head.py`)
 one token                 a C++ kernel (float32 and bfloat16 on a CPU), or PyTorch (`model/decoder.py`)
 """
 
@@ -103,13 +104,13 @@ def look_up(table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     return F.embedding(tokens, table).to(dtype)
 
 
-def total_square(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+def sum_of_squares(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The sum of the squares of all elements of one or more tensors of one device, 0-d, summed in `dtype`."""
     alike = dtype == torch.float64 and all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
     if alike and all(implementation(x) is _fused for x in tensors):
         from gptlab.model.kernels import fused
 
-        return fused.total_square(tensors)
+        return fused.sum_of_squares(tensors)
     return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).square().sum()
 
 

@@ -292,7 +292,7 @@ class TestRunRequest:
             ("--from runs/x --resume runs/y", "--from runs/x and --resume runs/y both say what to train"),
             (
                 "--tokenizer.path t --tokenizer.vocab-size 512",
-                "tokenizer.vocab_size is for a tokenizer that is trained, and tokenizer.path has one: give one",
+                "tokenizer.path names a finished one: give one of them",
             ),
             ("night.toml --from runs/x", "--from runs/x and night.toml both say"),
             ("--from", "--from needs a value"),

@@ -85,8 +85,8 @@ def test_by_a_kernel_or_by_pytorch(sizes: list[int], kernels: bool, monkeypatch:
     """Numbers of many sizes, in parts and less than a vector; whatever the number of threads, with the same bits."""
     load_kernels(CPU, torch.float32)
     called: list[object] = []
-    by_kernel = fused.total_square
-    monkeypatch.setattr(fused, "total_square", lambda tensors: called.append(0) or by_kernel(tensors))
+    by_kernel = fused.sum_of_squares
+    monkeypatch.setattr(fused, "sum_of_squares", lambda tensors: called.append(0) or by_kernel(tensors))
     if not kernels:
         monkeypatch.setattr(ops, "_fused", None)
     generator = torch.Generator().manual_seed(2)
