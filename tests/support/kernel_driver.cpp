@@ -4,6 +4,7 @@
 
 #include <cstdio>
 #include <deque>
+#include <vector>
 
 extern "C" {
 int products_are_permitted();

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 extern "C" {
 
@@ -148,15 +147,14 @@ void normalize(const Norm& norm, const float* x, float* y, long n) {
     }
 }
 
-// A query or key head, rotated by its position and normalized.
-void place(const Model& m, const Layer& layer, const float* from, long position, float* to) {
-    std::vector<float> turned(from, from + m.width);
+// A query or key head, rotated by its position into `turned`, and normalized.
+void place(const Model& m, const Layer& layer, const float* from, long position, float* turned, float* to) {
     const long half = m.width / 2;
     for (long i = 0; m.cos && i < m.width; ++i) {
         const long at = position * m.width + i;
         turned[i] = from[i] * m.cos[at] + from[i < half ? i + half : i - half] * m.sin[at];
     }
-    normalize(layer.head_norm, turned.data(), to, m.width);
+    normalize(layer.head_norm, m.cos ? turned : from, to, m.width);
 }
 
 float activated(long kind, float x) {
@@ -165,18 +163,21 @@ float activated(long kind, float x) {
     return 0.5f * x * (1 + std::tanh(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
+// Numbers that `attend` needs: two heads, and the weights of all columns.
+long room_of_head(const Model& m) { return 2 * m.width + round_up(m.columns, W); }
+
 // One key-value head of one row: its key and value into the cache, and its queries over the columns from `first` on.
 void attend(const Model& m, const Layer& layer, long rows, long row, long group, long token, long position, long first,
-            long column, const float* heads, float* y) {
+            long column, const float* heads, float* y, float* room) {
+    float *turned = room, *placed = turned + m.width, *weights = placed + m.width;
     const long plane = m.columns * m.width, queries = m.n_head / m.n_kv_head;
     float* keys = layer.cache + (row * m.n_kv_head + group) * plane;
     float* values = keys + rows * m.n_kv_head * plane;
-    std::vector<float> key(m.width);
-    place(m, layer, heads + (m.n_head + group) * m.width, position, key.data());
+    place(m, layer, heads + (m.n_head + group) * m.width, position, turned, placed);
     const long half = std::max(1L, m.width / 2);
     for (long i = 0; i < m.width; ++i) {
         const bool is_slow = m.key_offset && i % half * 2 >= half;  // slow_channels of model/attention.py
-        keys[(column + is_slow) * m.width + i] = key[i];
+        keys[(column + is_slow) * m.width + i] = placed[i];
     }
     const float* value = heads + (m.n_head + m.n_kv_head + group) * m.width;
     const float gate = layer.values ? 2 / (1 + std::exp(-heads[(m.n_head + 2 * m.n_kv_head) * m.width + group])) : 0;
@@ -185,24 +186,23 @@ void attend(const Model& m, const Layer& layer, long rows, long row, long group,
         values[column * m.width + i] = value[i] + more;
     }
     const long start = std::max(first, column + 1 - layer.window), count = column + 1 - start;
-    std::vector<float> query(m.width), weights(round_up(count, W), -INFINITY);
     const float root = std::sqrt((float)m.width);
     float score[4][1];
     for (long h = group * queries; h < (group + 1) * queries; ++h) {
-        place(m, layer, heads + h * m.width, position, query.data());
+        place(m, layer, heads + h * m.width, position, turned, placed);
         float highest = -INFINITY, total = 0;
         long s = 0;
         for (; s + 4 <= count; s += 4) {
-            dots<4>(keys + (start + s) * m.width, query.data(), m.width, score);
+            dots<4>(keys + (start + s) * m.width, placed, m.width, score);
             for (int i = 0; i < 4; ++i) weights[s + i] = score[i][0] / root;
         }
         for (; s < count; ++s) {
-            dots<1>(keys + (start + s) * m.width, query.data(), m.width, score);
+            dots<1>(keys + (start + s) * m.width, placed, m.width, score);
             weights[s] = score[0][0] / root;
         }
         for (s = 0; s < count; ++s) highest = std::max(highest, weights[s]);
-        for (s = 0; s < (long)weights.size(); s += W)
-            store(&weights[s], exponential(load(&weights[s]) - all(highest)));
+        std::fill(weights + count, weights + round_up(count, W), -INFINITY);
+        for (s = 0; s < count; s += W) store(weights + s, exponential(load(weights + s) - all(highest)));
         float* to = y + h * m.width;
         std::fill(to, to + m.width, 0.0f);
         for (s = 0; s < count; ++s) {
@@ -211,7 +211,6 @@ void attend(const Model& m, const Layer& layer, long rows, long row, long group,
             for (long i = 0; i < m.width; ++i) to[i] += weights[s] * from[i];
         }
         for (long i = 0; i < m.width; ++i) to[i] /= total;
-        std::fill(weights.begin() + count, weights.end(), -INFINITY);
     }
 }
 
@@ -252,7 +251,7 @@ void step(const Model& m, long rows, const long* tokens, const long* positions, 
         for (long task = 0; task < rows * m.n_kv_head; ++task) {
             const long row = task / m.n_kv_head;
             attend(m, layer, rows, row, task % m.n_kv_head, tokens[row], positions[row], starts[row], column,
-                   heads + row * n_heads, y + row * c);
+                   heads + row * n_heads, y + row * c, own + rows * c);
         }
         linear(m, layer.out, y, rows, change);
         for_own(c, [&](long i) { x[i] = mixed(layer, i) + layer.scale * change[i]; });
@@ -276,7 +275,7 @@ extern "C" void decode_step(const Model* model, long rows, const long* tokens, c
     long most = 0;
     for (long l = 0; l < model->n_layer; ++l) most = std::max(most, model->layers[l].heads.outputs);
     const auto shared = room<float>(rows * (4 * model->channels + most + model->layers[0].up.outputs));
-    const Rooms<float> own(threads, rows * model->channels);
+    const Rooms<float> own(threads, rows * model->channels + room_of_head(*model));
 #pragma omp parallel num_threads(threads)
     step(*model, rows, tokens, positions, starts, column, logits, shared.get(), own.own(), most);
 } catch (const std::bad_alloc&) { ran_out = true; }

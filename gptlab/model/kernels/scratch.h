@@ -1,6 +1,5 @@
 // Memory that kernels need while they compute, and what becomes of a function that Python calls where there is too little:
-// no exception may leave it, nor a parallel region. So memory is taken before the region, but for what a single head of
-// decode_kernel.cpp needs, some kilobytes.
+// no exception may leave it, nor a parallel region. So memory is taken before the region.
 
 #pragma once
 

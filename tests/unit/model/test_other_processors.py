@@ -43,7 +43,7 @@ def outputs(
             "-o",
             str(program),
         ]
-        subprocess.run(command, check=True, capture_output=True)
+        subprocess.run(command, check=True)
         printed = subprocess.run([*emulator, str(program)], check=True, capture_output=True, text=True).stdout
         found[real] = np.array(printed.split(), dtype=np.float64)
     return found
