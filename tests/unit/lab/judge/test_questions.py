@@ -16,9 +16,9 @@ from gptlab.config.errors import UserError
 from gptlab.data.packing import IGNORED
 from gptlab.data.tokenizer.base import ByteTokenizer
 from gptlab.eval.bits_per_byte import evaluate, nats_of
-from gptlab.lab.judge.audits import check_two_seeds, halves, second_questions
+from gptlab.lab.judge.audits import Asked, check_again, check_two_seeds, halves, second_questions
 from gptlab.lab.judge.judging import Audit, examine
-from gptlab.lab.judge.questions import Questions, loss_of, scores
+from gptlab.lab.judge.questions import Questions, Scores, loss_of, scores
 from gptlab.lab.judge.rules import RuleError
 
 
@@ -117,6 +117,22 @@ def test_who_looks_ahead_in_few_places_is_asked_there() -> None:
     known = type(BASELINE)(config=BASELINE.config, model=MODEL, nats=honest.astype(np.float32))
     with pytest.raises(RuleError, match="only later tokens"):
         examine(begin(lambda: trained_model(old=rare, new=f"{rare} + {ahead}"), None), asked, {}, known, Audit(rows=20))
+
+
+def test_how_many_rows_differ_by_hand() -> None:
+    """Five rows of three positions: two asked whole again, of which one differs, and three with another's end, of which
+    two do, one of them only where it is the other's."""
+
+    def answers(*nats: list[float]) -> dict[int, Scores]:
+        return {row: Scores(np.array(values), np.zeros(3)) for row, values in enumerate(nats)}
+
+    asked = [Asked(0, 0, 3), Asked(1, 1, 3), Asked(2, 3, 2), Asked(3, 2, 2), Asked(4, 2, 2)]
+    first = answers([1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3])
+    assert check_again(asked, first, answers([1, 2, 3], [1, 2, 3], [1, 2, 9], [1, 2, 3], [1, 2, 3]), 0.1) == 0
+    with pytest.raises(RuleError, match=r"^memoryless: row 1, position 2: .* by 0\.5 .*; 1 of 2 such rows differ$"):
+        check_again(asked, first, answers([1, 2, 3], [1, 2, 3.5], [1, 2, 9], [1, 2, 3], [1, 2, 3]), 0.1)
+    with pytest.raises(RuleError, match=r"^causality: row 3, position 0: .* by 2 .*; 2 of 3 such rows differ$"):
+        check_again(asked, first, answers([1, 2, 3], [1, 2, 3], [1, 2, 9], [3, 2, 3], [1, 1, 3]), 0.1)
 
 
 def test_too_few_rows_are_refused() -> None:
