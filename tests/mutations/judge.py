@@ -12,6 +12,11 @@ MUTATIONS = [
          "test_questions.py::test_who_looks_ahead_in_few_places_is_asked_there"],
     ),
     Mutation(
+        "all rows are said to differ where one does", "lab/judge/audits.py",
+        "sum(apart > tolerance for apart, _, _ in found)", "len(found)",
+        ["test_questions.py::test_how_many_rows_differ_by_hand"],
+    ),
+    Mutation(
         "cuts are drawn without regard to what was gained", "lab/judge/audits.py",
         "0.5 * uniform + 0.5 * weights / total", "uniform",
         ["test_questions.py::test_half_of_the_cuts_are_where_the_candidate_gains"],

@@ -496,7 +496,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sampled token's key is not offset", "model/kernels/decode_kernel.cpp",
-        "keys[(column + is_slow) * m.width + i] = key[i];", "keys[column * m.width + i] = key[i];",
+        "keys[(column + is_slow) * m.width + i] = placed[i];", "keys[column * m.width + i] = placed[i];",
         ["test_decoder.py::test_the_kernel_is_the_same"],
     ),
     Mutation(

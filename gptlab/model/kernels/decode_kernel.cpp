@@ -201,8 +201,8 @@ void attend(const Model& m, const Layer& layer, long rows, long row, long group,
             weights[s] = score[0][0] / root;
         }
         for (s = 0; s < count; ++s) highest = std::max(highest, weights[s]);
-        std::fill(weights + count, weights + round_up(count, W), -INFINITY);
-        for (s = 0; s < count; s += W) store(weights + s, exponential(load(weights + s) - all(highest)));
+        for (s = 0; s < count; s += W)
+            store(weights + s, exponential(load_part(weights + s, count - s) - all(highest)));
         float* to = y + h * m.width;
         std::fill(to, to + m.width, 0.0f);
         for (s = 0; s < count; ++s) {
