@@ -102,7 +102,7 @@ def check_again(
         largest, row, at = max(found, default=(0.0, 0, 0))
         if largest > tolerance:
             what = f"row {row}, position {at}: its logits differ by {largest:.3g} (tolerance {tolerance:.3g})"
-            # Another implementation changes every row, and what a machine computed wrongly once a single one.
+            # Tells another implementation, which changes every row, from a single wrong result.
             count = f"{sum(apart > tolerance for apart, _, _ in found)} of {len(found)} such rows differ"
             if same_row:
                 why = "when the same row is asked in another process, order and batch"

@@ -147,7 +147,7 @@ void normalize(const Norm& norm, const float* x, float* y, long n) {
     }
 }
 
-// A query or key head, rotated by its position into `turned`, and normalized.
+// A query or key head, rotated by its position and normalized. turned: room for a head.
 void place(const Model& m, const Layer& layer, const float* from, long position, float* turned, float* to) {
     const long half = m.width / 2;
     for (long i = 0; m.cos && i < m.width; ++i) {
@@ -166,7 +166,8 @@ float activated(long kind, float x) {
 // Numbers that `attend` needs: two heads, and the weights of all columns.
 long room_of_head(const Model& m) { return 2 * m.width + round_up(m.columns, W); }
 
-// One key-value head of one row: its key and value into the cache, and its queries over the columns from `first` on.
+// One key-value head of one row: its key and value into the cache, and its queries over the columns from `first` on. room:
+// for room_of_head numbers.
 void attend(const Model& m, const Layer& layer, long rows, long row, long group, long token, long position, long first,
             long column, const float* heads, float* y, float* room) {
     float *turned = room, *placed = turned + m.width, *weights = placed + m.width;

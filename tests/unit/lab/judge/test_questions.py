@@ -120,8 +120,8 @@ def test_who_looks_ahead_in_few_places_is_asked_there() -> None:
 
 
 def test_how_many_rows_differ_by_hand() -> None:
-    """Five rows of three positions: two are asked whole again, of which one differs, and three with another's end, of
-    which two differ; the third only at its end, where it should."""
+    """Rows 0 and 1 are asked again as they were; row 1 differs. Rows 2 to 4 are asked with another row's last position;
+    rows 3 and 4 differ before it, and row 2 only there, where it may."""
 
     def answers(*nats: list[float]) -> dict[int, Scores]:
         return {row: Scores(np.array(values), np.zeros(3)) for row, values in enumerate(nats)}
