@@ -119,6 +119,11 @@ MUTATIONS = [
         "return _dropped(dy, *ctx.draws), None, None", "return dy, None, None",
         ["test_fused_kernels.py::test_dropout"],
     ),
+    *([Mutation(
+        "the kernel's derivative of ReLU^2 is no number where it is 0", "model/kernels/activations.h",
+        "_mm512_max_ps(_mm512_set1_ps(SMALLEST), (__m512)value)", "(__m512)value",
+        ["test_fused_kernels.py::test_mlp"],
+    )] if _AVX512 else []),
     *([] if _AVX512 else [Mutation(
         "the kernel's softcap takes the exponential of any logit", "model/kernels/vectors.h",
         "select(x > most, most, x), 2 / cap", "x, 2 / cap",
@@ -210,7 +215,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the derivative of ReLU^2 is the root alone", "model/kernels/linear_kernel.cpp",
-        "2.0f * square_root(at)", "square_root(at)", ["test_fused_kernels.py::test_mlp"],
+        "Relu2::slope_of<real>(at)", "0.5f * Relu2::slope_of<real>(at)", ["test_fused_kernels.py::test_mlp"],
     ),
     Mutation(
         "the MLP keeps no derivatives of GELU", "model/kernels/fused.py",
@@ -220,7 +225,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel of the MLP gives the gradient after the activation", "model/kernels/linear_kernel.cpp",
-        "v * (slope ? at : 2.0f * square_root(at)), n)", "v, n)",
+        "v * (slope ? at : Relu2::slope_of<real>(at)), n)", "v, n)",
         ["test_fused_kernels.py::test_mlp", "test_fused_kernels.py::test_a_model_with_them_is_the_model_without"],
     ),
     Mutation(

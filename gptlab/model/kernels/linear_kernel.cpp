@@ -179,7 +179,7 @@ void mlp_backward(const MLP& s, const real* x, const float* up, const float* out
                 multiply_rows(dy_here, s.width, height, s.width, outs.get(), s.hidden, spare,
                               [&](long r, long c, auto n, vec v) {
                                   const vec at = load_part(by + r * s.hidden + c, n);
-                                  store_part(dz + r * z_row + c, v * (slope ? at : 2.0f * square_root(at)), n);
+                                  store_part(dz + r * z_row + c, v * (slope ? at : Relu2::slope_of<real>(at)), n);
                               });
                 pack_outer<LEFT>(dz, z_row, height, s.hidden, Share(0, depth_of(height)), units, !x_left,
                                  dzs.get() + row / PER_UNIT * LEFT);
