@@ -92,8 +92,13 @@ inline half_vec load_halves(const bfloat16* from, long n) {
 template <class S>
 inline vec load_units(const S* from, long n) {
     if constexpr (!PAIRS) return load_part(from, n);
-    const half_vec halves[2] = {load_halves(from, n), n > W ? load_halves(from + W, n - W) : half_vec{}};
     vec units;
+    if constexpr (std::is_same_v<S, bfloat16>)  // as it is: to join halves would take several times as long
+        if (n >= 2 * W) {
+            std::memcpy(&units, from, sizeof units);
+            return units;
+        }
+    const half_vec halves[2] = {load_halves(from, n), n > W ? load_halves(from + W, n - W) : half_vec{}};
     std::memcpy(&units, halves, sizeof units);
     return units;
 }
