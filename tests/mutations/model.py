@@ -490,6 +490,14 @@ MUTATIONS = [
         ["test_attention_kernel.py::test_equals_brute_force"],
     ),
     Mutation(
+        "the kernel packs a block over one that is still seen", "model/kernels/attention_kernel.cpp",
+        "return q0 % ring();", "return 0;", ["test_attention_kernel.py::test_equals_brute_force"],
+    ),
+    Mutation(
+        "the gradients of queries begin anew at each block of keys", "model/kernels/attention_kernel.cpp",
+        "if (q0 >= begun) own.begin(", "own.begin(", ["test_attention_kernel.py::test_equals_brute_force"],
+    ),
+    Mutation(
         "the kernel loses the gradients of the last key of a block", "model/kernels/attention_kernel.cpp",
         "std::memcpy(dk, dk + BLOCK * columns, columns * sizeof(float));", "",
         ["test_attention_kernel.py::test_equals_brute_force"],

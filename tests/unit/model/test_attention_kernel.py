@@ -51,10 +51,11 @@ def both_ways(
 def test_equals_brute_force(
     n_head: int, n_kv_head: int, width: int, key_offset: bool, dtype: torch.dtype, error: float, gradient_error: float
 ) -> None:
-    """Blocks of 64: less than one, one, more; windows that end in them, at their edges, and beyond the text; widths
-    that are whole vectors and that are not."""
+    """Blocks of 64: less than one, one, more, and more than a window needs at one time; windows that end in them, at
+    their edges, and beyond the text; widths that are whole vectors and that are not."""
     for tokens, window in [
         (1, None), (5, 2), (5, 10_000), (63, 7), (64, None), (64, 64), (65, 1), (65, 64), (128, 65), (200, None),
+        (320, 66), (250, 20),
     ]:  # fmt: skip
         heads = random_heads(tokens, n_head + 2 * n_kv_head, width).to(dtype)
         weight = torch.randn(2, tokens, n_head, width, generator=torch.Generator().manual_seed(1)).to(dtype)
