@@ -79,7 +79,7 @@ struct Array {
 };
 
 void attention() {
-    const long batch = 2, tokens = 150, n_head = 4, n_kv_head = 2, width = 24, window = 70;
+    const long batch = 2, tokens = 150, n_head = 4, n_kv_head = 2, width = 24, window = 40;
     const long inputs = batch * tokens * (n_head + 2 * n_kv_head) * width, outputs = batch * tokens * n_head * width;
     Array<real> heads(inputs, 1), dy(outputs, 1), y(outputs), gradient(inputs);
     std::vector<float> lse(batch * n_head * tokens);

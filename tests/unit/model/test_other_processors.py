@@ -1,4 +1,5 @@
-"""The C++ kernels built for other processors, some of them emulated, compute what they do here."""
+"""The C++ kernels built for other processors, some of them emulated, compute what they do here; and built with
+sanitizers, they keep to their memory."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from gptlab.model.kernels import library
+from gptlab.model.kernels.library import Activations
 from gptlab.runtime.hardware.installed import cxx_compiler
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +46,7 @@ def outputs(
             str(program),
         ]
         subprocess.run(command, check=True)
-        printed = subprocess.run([*emulator, str(program)], check=True, capture_output=True, text=True).stdout
+        printed = subprocess.run([*emulator, str(program)], check=True, stdout=subprocess.PIPE, text=True).stdout
         found[real] = np.array(printed.split(), dtype=np.float64)
     return found
 
@@ -105,3 +107,16 @@ def test_amx_computes_the_same(here: dict[str, np.ndarray], tmp_path: Path) -> N
     flags = ["-march=native", "-mamx-tile", "-mamx-bf16", "-include", str(emulation)]
     for built in [flags, ["-march=native"]] if has_amx() else [flags]:
         require_same(outputs(tmp_path, str(cxx_compiler()), *built, types=["bfloat16"]), here)
+
+
+@pytest.mark.parametrize("real", library._REAL)
+def test_keeps_to_its_memory(real: Activations, tmp_path: Path) -> None:
+    """AddressSanitizer ends the program at a read or write outside of an array, UndefinedBehaviorSanitizer at what C++
+    does not define, such as a sum of integers that overflows."""
+    compiler, flags = cxx_compiler(), ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    assert compiler is not None
+    (tmp_path / "empty.cpp").write_text("int main() {}\n")
+    command = [compiler, *flags, str(tmp_path / "empty.cpp"), "-o", str(tmp_path / "empty")]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this compiler comes without sanitizers (Debian: libasan and libubsan, by g++)")
+    outputs(tmp_path, compiler, "-march=native", *flags, types=[real])
