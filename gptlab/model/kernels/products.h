@@ -129,7 +129,8 @@ inline void transpose_square(const E* from, long stride, long n, E* to, long to_
 }  // namespace
 
 // BY_AMX: whether products are computed by registers of matrices. A thread has `Registers` while it multiplies.
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+// Clang 14, for one, calls GCC's macro __AMXBF16__.
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512BF16__) && defined(__linux__)
 #include "amx.h"
 #else
 namespace {
