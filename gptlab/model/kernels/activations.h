@@ -21,7 +21,8 @@ struct Relu2 {
     // The slope that belongs to a value: twice its root.
     template <class T>
     static vec slope_of(vec value) {
-#ifdef __AVX512F__  // an instruction for roots takes 12 cycles, longer than all else that is done with a vector
+#ifdef __AVX512F__  // an instruction for roots takes 15 cycles, longer than the product and all else together, where
+                    // AMX multiplies (docs/LOG.md, 2026-11-28)
         if constexpr (!std::is_same_v<T, float>) {
             constexpr float SMALLEST = 1.17549435e-38f;  // a normal number, so that the root of 0 is 0
             const vec inverse = (vec)_mm512_rsqrt14_ps(_mm512_max_ps(_mm512_set1_ps(SMALLEST), (__m512)value));
