@@ -498,7 +498,7 @@ MUTATIONS = [
         " + (6 * BLOCK + 1) * columns() + ", " + ", ["test_other_processors.py::test_keeps_to_its_memory"],
     ),
     Mutation(
-        "the gradients of queries begin anew at each block of keys", "model/kernels/attention_kernel.cpp",
+        "the gradients of queries are set to zero for each block of keys", "model/kernels/attention_kernel.cpp",
         "if (q0 >= begun) own.begin(", "own.begin(", ["test_attention_kernel.py::test_equals_brute_force"],
     ),
     Mutation(
