@@ -62,7 +62,7 @@ class TrainArguments(TextArguments):
     max_digits: int = 2
     """bpe: the most digits in one token."""
     train_bytes: int = 100_000_000
-    """bpe: bytes of text (UTF-8) to train on, at most."""
+    """bpe: bytes of text (UTF-8) to train on, at most: spread over text files, the first ones of other files."""
     bos: bool = True
     """char: an entry for the begin-of-document token, which packed rows need."""
     overwrite: bool = False
@@ -100,7 +100,9 @@ def _train(argv: list[str]) -> int:
         pass  # better now than after the training
     started = time.perf_counter()
     with Console() as console:
-        tokenizer = train_tokenizer(config, corpus.texts(), bos=arguments.bos, console=console)
+        tokenizer = train_tokenizer(
+            config, corpus.texts(), bos=arguments.bos, text_bytes=corpus.text_bytes(), console=console
+        )
         seconds = time.perf_counter() - started
         tokenizer.save(out)
         console.line(f"{_described(tokenizer)}: made in {seconds:.1f} s, kept in {out}")

@@ -35,7 +35,8 @@ from gptlab.runtime.files.plain_file import json_sha256
 from gptlab.runtime.records.console import Console, QuietConsole
 
 SIDES: tuple[Side, Side] = ("train", "val")
-TOKENS_VERSION = 1  # raise it when the same inputs give other files
+TOKENS_VERSION = 1  # raise it when the same inputs give other files; and this one:
+TOKENIZER_VERSION = 2
 BATCH_CHARACTERS = 8_000_000  # work for all cores for a while, and two batches of it in memory are little
 FINGERPRINT_DIGITS = 24  # 96 bits: no two caches of anybody collide
 TAIL_INSTEAD = "--data.split tail (gptlab data: --split tail) holds out the end of the text instead"
@@ -154,13 +155,13 @@ def _trained_tokenizer(
     """One trained on the training split, kept under its fingerprint."""
     # Packed rows begin with BOS. A character tokenizer otherwise has only characters, as nanoGPT's.
     bos = config.kind != "char" or data.rows == "packed"
-    fingerprint = _fingerprint({**source, "bos": bos, "tokenizer": asdict(config)})
+    fingerprint = _fingerprint({**source, "bos": bos, "tokenizer": asdict(config), "version": TOKENIZER_VERSION})
 
     def build(folder: Path) -> dict[str, Any]:
         # A character that only validation has needs a token too: nanoGPT's vocabulary is the whole text's.
         texts = (text for side, text in corpus.documents() if side == "train" or config.kind == "char")
         try:
-            train_tokenizer(config, texts, bos=bos, console=console).save(folder)
+            train_tokenizer(config, texts, bos=bos, text_bytes=corpus.text_bytes(), console=console).save(folder)
         except ConfigError as error:
             sizes = Counter[str]()
             for side, text in corpus.documents():

@@ -179,6 +179,17 @@ class Corpus:
             again = f"delete it, and run `gptlab data prepare {shlex.quote(source.name)}`"
             raise UserError(f"{file.path} is not what was downloaded any more: {again}")
 
+    def text_bytes(self) -> int | None:
+        """The size of the files that train; None where one holds more than text, or less: columns, or packed text."""
+        files = [file for source in self._sources for file in source.files]
+        if any(file.suffix in COLUMN_SUFFIXES or is_packed(file.path) for file in files):
+            return None
+        total = 0
+        for file in files:
+            with suppress(OSError):  # its documents are skipped, or refused
+                total += file.path.stat().st_size
+        return total
+
     def fingerprint(self) -> dict[str, object]:
         """All that the documents and their sides depend on."""
         if self._val_sources:

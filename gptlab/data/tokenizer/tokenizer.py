@@ -31,19 +31,25 @@ MAX_BRACKETS = 2_000_000
 
 
 def train_tokenizer(
-    config: TokenizerConfig, texts: Iterable[str], *, bos: bool, console: Console | None = None
+    config: TokenizerConfig,
+    texts: Iterable[str],
+    *,
+    bos: bool,
+    text_bytes: int | None = None,
+    console: Console | None = None,
 ) -> Tokenizer:
     """A tokenizer of `config.kind` for `texts`; `console` shows the progress.
 
-    `bos`: whether a char tokenizer gets a BOS (the others always have one). UserError for no text, a vocabulary larger
-    than the text can give (it names what the text gives), and text that is not Unicode. byte and gpt2 read no text.
+    `text_bytes`: about how many bytes the texts have, where that is known. `bos`: whether a char tokenizer gets a BOS
+    (the others always have one). UserError for no text, a vocabulary larger than the text can give (it names what the
+    text gives), and text that is not Unicode. byte and gpt2 read no text.
     """
     if config.kind == "byte":
         return ByteTokenizer()
     if config.kind == "gpt2":
         return gpt2_tokenizer()
     if config.kind == "bpe":
-        return train_bpe(config, texts, console or QuietConsole())
+        return train_bpe(config, texts, text_bytes, console or QuietConsole())
     characters: set[str] = set()
     for text in texts:
         utf8(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import shutil
 import subprocess
 import sys
@@ -161,6 +162,20 @@ def test_a_character_that_only_validation_has_is_in_the_vocabulary(tmp_path: Pat
     (tmp_path / "one.txt").write_text("ab" * 90 + "xyz" * 5)
     prepared = prepare(config(tmp_path / "one.txt", split="tail", rows="random"), CHAR)
     assert prepared.tokenizer.vocab_size == 5
+
+
+def test_a_tokenizer_learns_from_all_parts_of_a_folder_of_text(tmp_path: Path) -> None:
+    """Of JSONL, where the size of the text is not known, it learns from the beginning."""
+    documents = ["abab\n"] * 20 + ["cdcd\n"] * 20
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for index, text in enumerate(documents):
+        (folder / f"{index:02}.txt").write_text(text)
+    records = tmp_path / "records.jsonl"
+    records.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    few = TokenizerConfig(vocab_size=259, train_bytes=60)
+    for source, learned in ((folder, {b"ab", b"cd"}), (records, {b"ab", b"abab"})):
+        assert {*prepare(config(source, split="tail"), few).tokenizer.tokens[256:258]} == learned
 
 
 def test_a_tokenizer_from_a_folder_is_used_as_it_is(texts: Path, tmp_path: Path) -> None:
