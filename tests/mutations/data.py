@@ -137,6 +137,27 @@ MUTATIONS = [
         ["test_tokenizer.py::test_every_line_and_word_can_be_cut_off"],
     ),
     Mutation(
+        "a tokenizer learns from the beginning of a text only", "data/tokenizer/bpe.py",
+        "min(1, left / text_bytes)", "1",
+        ["test_tokenizer.py::test_training_text_is_spread_where_its_size_is_known"],
+    ),
+    Mutation(
+        "the whole of a long text is read for the tokenizer", "data/tokenizer/bpe.py",
+        "max(1 / MOST_READ, min(1, left / text_bytes))", "min(1, left / text_bytes)",
+        ["test_tokenizer.py::test_training_text_is_spread_where_its_size_is_known"],
+    ),
+    Mutation(
+        "the size of JSONL counts as that of its text", "data/corpus/documents.py",
+        "if any(file.suffix in COLUMN_SUFFIXES or is_packed(file.path) for file in files):\n            return None",
+        "if False:\n            return None",
+        ["test_prepare.py::test_a_tokenizer_learns_from_all_parts_of_a_folder_of_text"],
+    ),
+    Mutation(
+        "a run's tokenizer does not know the size of its text", "data/prepare.py",
+        "text_bytes=corpus.text_bytes(), ", "",
+        ["test_prepare.py::test_a_tokenizer_learns_from_all_parts_of_a_folder_of_text"],
+    ),
+    Mutation(
         "all characters of a text become ids at once", "data/tokenizer/base.py",
         "SLICE_CHARACTERS = 1 << 18", "SLICE_CHARACTERS = 1 << 30",
         ["test_tokenizer.py::test_char_encodes_a_long_text_in_little_memory"],
