@@ -225,7 +225,7 @@ def truncated(probabilities: Tensor, top_p: float, min_p: float) -> Tensor:
         return probabilities
     dropped = probabilities < min_p * probabilities.amax(-1, keepdim=True)
     if top_p < 1:
-        dropped |= probabilities.cumsum(-1) - probabilities >= top_p
+        dropped[..., 1:] |= probabilities.cumsum(-1)[..., :-1] >= top_p
     kept = probabilities.masked_fill(dropped, 0.0)
     return kept / kept.sum(-1, keepdim=True)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from gptlab.lab.run_record import AXES, At, Axis, RunRecord, is_broken
 from gptlab.lab.sides import size_of
-from gptlab.lab.statistics import ALPHA, Difference, paired_difference, seeds_needed, unpaired_difference
+from gptlab.lab.statistics import ALPHA, Difference, mean_of, paired_difference, seeds_needed, unpaired_difference
 
 Verdict = Literal["better", "worse", "undecided", "identical", "broken", "unknown"]
 END: Literal["end"] = "end"
@@ -208,13 +208,13 @@ def _by_seed(runs: Runs, values: Mapping[Path, float]) -> dict[int, float]:
     seeds: dict[int, list[float]] = {}
     for run in runs:
         seeds.setdefault(run.seed, []).append(values[run.path])
-    return {seed: float(np.mean(own)) for seed, own in seeds.items()}
+    return {seed: mean_of(np.array(own)) for seed, own in seeds.items()}
 
 
 def bpb_at(run: RunRecord, at: At, amount: float | None) -> float:
     """Infinite where it is broken.
 
-    Within one step of the run's last validation, that is the value: a run of 180 seconds ends with the first step
+    Within one step of the run's last validation, that is the value, unless another was made just there: a run of 180 seconds ends with the first step
     beyond them, and the line from a validation long before would be far above the curve.
     """
     if at == END or amount is None or _at_last(run, at, amount):
@@ -225,7 +225,7 @@ def bpb_at(run: RunRecord, at: At, amount: float | None) -> float:
 
 
 def _at_last(run: RunRecord, axis: Axis, amount: float) -> bool:
-    if not len(run.curve):
+    if not len(run.curve) or amount in run.curve.at[axis][:-1]:
         return False
     last, steps = run.curve.at[axis][-1], run.curve.at["steps"][-1]
     return not amount < last - last / max(steps, 1)

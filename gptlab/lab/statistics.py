@@ -47,7 +47,8 @@ def paired_difference(a: ArrayLike, b: ArrayLike) -> Difference:
         raise ValueError(f"pairs need two arrays of one length, these have the shapes {a.shape} and {b.shape}")
     with np.errstate(invalid="ignore"):  # inf - inf
         differences = b - a
-    return _difference(float(differences.mean()), [differences], pairs=a.size)
+        mean = mean_of(differences)
+    return _difference(mean, [differences], pairs=a.size)
 
 
 def unpaired_difference(a: ArrayLike, b: ArrayLike) -> Difference:
@@ -55,13 +56,20 @@ def unpaired_difference(a: ArrayLike, b: ArrayLike) -> Difference:
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if not a.size or not b.size:
         raise ValueError("a side without values has no mean")
-    return _difference(float(b.mean()) - float(a.mean()), [a, b], pairs=0)
+    with np.errstate(invalid="ignore"):
+        return _difference(mean_of(b) - mean_of(a), [a, b], pairs=0)
+
+
+def mean_of(sample: np.ndarray) -> float:
+    """Of equal numbers that number, where the rounded sum may give its neighbour."""
+    first = sample[0]
+    return float(first + (sample - first).mean()) if math.isfinite(first) else float(sample.mean())
 
 
 def _difference(mean: float, samples: Sequence[np.ndarray], *, pairs: int) -> Difference:
     if not math.isfinite(mean) or min(map(len, samples)) < 2:
         return Difference(mean, math.inf, math.nan, pairs, (math.nan,) * len(samples))
-    variances = tuple(float(sample.var(ddof=1)) for sample in samples)
+    variances = tuple(float((sample - sample[0]).var(ddof=1)) for sample in samples)
     error, freedom = _error_and_freedom(variances, [len(sample) for sample in samples])
     if error == 0:  # not one bit of noise: t is 0 / 0 for equal sides, otherwise infinite
         return Difference(mean, 0.0, float(mean == 0), pairs, variances)

@@ -159,6 +159,12 @@ class TestTruncation:
         found = truncated(self.shares.expand(2, 5), top_p, min_p)
         torch.testing.assert_close(found, (expected / expected.sum()).expand(2, 5), rtol=1e-12, atol=0)
 
+    def test_top_p_that_is_reached_to_the_last_bit(self) -> None:
+        """0.4 + 0.3 - 0.3 is less than 0.4."""
+        shares = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+        assert truncated(shares, 0.4, 0.0).tolist() == [1, 0, 0, 0]
+        assert truncated(shares, 0.7, 0.0).count_nonzero() == 2
+
     def test_order(self) -> None:
         """Temperature 2 (square roots: 2, 1.414, 1), then the likeliest two (0.586, 0.414), then top-p. At temperature
         1 the first of two has 0.667, and of all three at temperature 2 it has 0.453."""

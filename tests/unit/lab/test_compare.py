@@ -118,6 +118,15 @@ class TestAmounts:
         assert (judged.amount, judged.baseline_bpb, judged.candidate_bpb) == (20.2, 1.0, 1.0)
         assert judged.before_end == ()
 
+    def test_of_a_validation_there_is_its_value(self, tmp_path: Path) -> None:
+        """B trains for one step more, and validates at A's last one."""
+        a = run(tmp_path / "a", [4.0, 3.0, 2.0], every_steps=1)
+        b = run(tmp_path / "b", [4.0, 3.0, 2.0, 1.0], every_steps=1)
+        comparison = compare_runs({"A": [a], "B": [b]}, "steps")
+        for at in AXES:
+            assert (row(comparison, at).candidate_bpb, row(comparison, at).before_end) == (2.0, ("B",))
+        assert only(comparison).verdict == "identical"
+
     def test_flops_that_nobody_logged_are_unknown(self, tmp_path: Path) -> None:
         a, b = (run(tmp_path / name, [4.0, 2.0]) for name in "ab")
         lines = (b.path / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -73,6 +73,9 @@ def test_without_any_noise() -> None:
     other = paired_difference([1.0, 2.0], [1.5, 2.5])
     assert (other.mean, other.half_width, other.p_value) == (0.5, 0, 0)
     assert (seeds_needed(same), seeds_needed(other)) == (None, 2)
+    # The mean of ten of these, summed, is another number.
+    alike = unpaired_difference([0.801498] * 10, [0.801498] * 3)
+    assert (alike.mean, alike.half_width, alike.p_value) == (0, 0, 1)
 
 
 def test_values_that_are_not_finite_make_no_interval() -> None:
