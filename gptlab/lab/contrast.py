@@ -214,8 +214,9 @@ def _by_seed(runs: Runs, values: Mapping[Path, float]) -> dict[int, float]:
 def bpb_at(run: RunRecord, at: At, amount: float | None) -> float:
     """Infinite where it is broken.
 
-    Within one step of the run's last validation, that is the value, unless another was made just there: a run of 180 seconds ends with the first step
-    beyond them, and the line from a validation long before would be far above the curve.
+    Within one step of the run's last validation, that is the value, unless another was made just there: a run of 180
+    seconds ends with the first step beyond them, and the line from a validation long before would be far above the
+    curve.
     """
     if at == END or amount is None or _at_last(run, at, amount):
         value = None if is_broken(run) else float(run.curve.bpb[-1])

@@ -283,7 +283,7 @@ class RunFacts:
         name, factor = ("minutes", 60) if unit == "seconds" else (unit, 1)
         longer = {name: f"{2 * amount / factor:.12g}"}
         if self.target_loss is not None:  # a run that has reached it would be over before its first step
-            longer["until_val_loss"] = f"{0.9 * self.target_loss:.4g}"
+            longer["until_val_loss"] = "None" if self.own_parts else "none"
         return self.training("resume", **longer)
 
     @property

@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that has reached its loss is trained on to the same loss", "app/run/run_request.py",
-        "f\"{0.9 * horizon.until_val_loss:.4g}\"", "f\"{horizon.until_val_loss:.4g}\"",
+        "\"None\" if parts else \"none\"", "f\"{0.9 * horizon.until_val_loss:.4g}\"",
         ["test_train_on.py::test_the_command_that_trains_on_a_run_with_a_loss_to_reach"],
     ),
     Mutation(

@@ -365,13 +365,13 @@ def resume_command(run: Path) -> str:
 
 def longer_command(run: Path, config: RunConfig, own: Iterable[str] = ()) -> str:
     """Trains a finished run to twice its length: a call in Python for a run with parts of its caller's `own`."""
-    horizon = config.horizon
+    horizon, parts = config.horizon, [f"{name}=..." for name in own]
     name, factor = next((name, factor) for name, (unit, factor) in HORIZONS.items() if unit == horizon.unit)
     length = {name: f"{2 * horizon.amount / factor:.12g}"}
     if horizon.until_val_loss is not None:  # one that was reached would end the run before its first step
-        length["until_val_loss"] = f"{0.9 * horizon.until_val_loss:.4g}"
-    if words := [f"{name}=..." for name in own]:
-        words = [repr(str(run)), *(f"{name}={value}" for name, value in length.items()), *words]
+        length["until_val_loss"] = "None" if parts else "none"
+    if parts:
+        words = [repr(str(run)), *(f"{name}={value}" for name, value in length.items()), *parts]
         return f"in Python, gptlab.train(resume={', '.join(words)})"
     return " ".join([resume_command(run), *(f"--{name.replace('_', '-')} {value}" for name, value in length.items())])
 

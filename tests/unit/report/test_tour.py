@@ -166,7 +166,7 @@ def test_of_a_run_that_has_not_trained_or_finished(tmp_path: Path) -> None:
         ({}, "--minutes 6"),
         ({"horizon__unit": "steps", "horizon__amount": 30.0}, "--steps 60"),
         ({"horizon__unit": "tokens_per_param", "horizon__amount": 0.5}, "--tokens-per-param 1"),
-        ({"horizon__until_val_loss": 3.0, "eval__every_steps": 30}, "--minutes 6 --until-val-loss 2.7"),
+        ({"horizon__until_val_loss": 3.0, "eval__every_steps": 30}, "--minutes 6 --until-val-loss none"),
     ],
 )
 def test_a_finished_run_is_trained_to_twice_its_length(tmp_path: Path, fields: dict[str, Any], longer: str) -> None:
