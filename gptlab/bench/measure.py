@@ -126,8 +126,9 @@ def measure(config: RunConfig, console: Console, *, steps: int, seconds: float) 
         compiled, compile_seconds = _warm_up(state, passes, config, console)
         console.live("timing steps")
         peaks, times = [_peak_now(place)], StepTimes([], {})
-        for _ in range(2):
-            times += time_steps(state, passes.loss_sum, config, max_steps=-(-steps // 2), max_seconds=seconds / 2)
+        for half in (steps - steps // 2, steps // 2):
+            if half:
+                times += time_steps(state, passes.loss_sum, config, max_steps=half, max_seconds=seconds / 2)
             peaks.append(_peak_now(place))
         flops = flops_per_token(state.model)
         step_seconds = statistics.median(times.whole_seconds)

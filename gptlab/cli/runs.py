@@ -41,12 +41,12 @@ class RunsArguments:
     folders: Positional[tuple[str, ...]] = ()
     """Folders that hold runs, at any depth. None: runs."""
     sort: str | None = None
-    """A column: run, status, val_bpb, tokens, seconds, disk, recipe, start. None: newest first."""
+    """A column: run, status, val_bpb, tokens, seconds, disk, recipe, depth, start. None: newest first."""
     reverse: bool = False
     """Sort in descending order."""
     where: tuple[str, ...] = ()
-    """FIELD=VALUE, of a column or of a field of the configuration: status=finished, model.n_layer=4. VALUE may
-    have wildcards (recipe='nanochat*'). Of several, all must hold."""
+    """FIELD=VALUE, of a column, a field of the configuration or a length: status=finished, seed=7, steps=500.
+    VALUE may have wildcards (recipe='nanochat*'). Of several, all must hold."""
     json: bool = False
     """Print one JSON object, numbers unrounded."""
 
@@ -219,7 +219,9 @@ def _cell(value: object) -> str:
 def _figures(run: ListedRun) -> Mapping[str, Any]:
     return {
         "path": str(run.path), "status": run.status, "problem": run.problem, "start": run.start or None,
-        "recipe": run.recipe, "changes": json.loads(to_json(run.changes)), "val_bpb": run.val_bpb,
-        "tokens": run.tokens, "training_seconds": run.training_seconds, "disk_bytes": run.disk_bytes,
+        "recipe": run.recipe, "depth": run.fields.get("model.n_layer"),
+        "horizon": {name: run.fields.get(f"horizon.{name}") for name in ("amount", "unit")},
+        "changes": json.loads(to_json(run.changes)), "val_bpb": run.val_bpb, "tokens": run.tokens,
+        "training_seconds": run.training_seconds, "disk_bytes": run.disk_bytes,
         "checkpoint_bytes": run.checkpoint_bytes,
     }  # fmt: skip

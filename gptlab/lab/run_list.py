@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.config.errors import UserError, one_line, require_choice
+from gptlab.config.length import HORIZONS
 from gptlab.config.load import config_to_json, flatten, leaf_fields, unknown_field, value_from_text
 from gptlab.config.recipes import configure, recorded_arguments
 from gptlab.config.run import Horizon, HorizonUnit, RunConfig
@@ -69,11 +70,14 @@ COLUMNS: Mapping[str, Callable[[ListedRun], Any]] = {
     "seconds": lambda run: run.training_seconds,
     "disk": lambda run: run.disk_bytes,
     "recipe": lambda run: run.recipe,
+    "depth": lambda run: run.fields.get("model.n_layer"),
     "start": lambda run: run.start,
 }
 """What runs can be sorted and selected by."""
 _WILDCARDS = frozenset("*?[")
-_NUMBERS = ("val_bpb", "tokens", "seconds", "disk")
+_NUMBERS = ("val_bpb", "tokens", "seconds", "disk", "depth")
+_DECIMALS = {"val_bpb": 4, "seconds": 0}
+"""Of those that are shown rounded."""
 
 
 def list_runs(folders: Iterable[Path]) -> list[ListedRun]:
@@ -101,9 +105,9 @@ def sort_runs(runs: Iterable[ListedRun], column: str, *, reverse: bool = False) 
 
 
 def select_runs(runs: Iterable[ListedRun], conditions: Sequence[str]) -> list[ListedRun]:
-    """Those for which every condition FIELD=VALUE holds: of a column, or of a field of the configuration. With the
-    wildcards of a shell, VALUE has to fit the value as text, or a member of a list. val_bpb also equals what it is with
-    four decimals, as it is shown."""
+    """Those for which every condition FIELD=VALUE holds: of a column, of a field of the configuration, or of the length
+    that was asked for (steps=60). With the wildcards of a shell, VALUE has to fit the value as text, or a member of a
+    list. val_bpb and seconds also equal what they are rounded, as they are shown."""
     tests = [_condition(text) for text in conditions]
     return [run for run in runs if all(test(run) for test in tests)]
 
@@ -114,6 +118,10 @@ def _condition(text: str) -> Callable[[ListedRun], bool]:
     if not equals:
         raise UserError(f"--where {text}: it takes FIELD=VALUE, such as status=finished")
     kinds = leaf_fields(RunConfig)
+    if name in HORIZONS and name not in COLUMNS:
+        unit, factor = HORIZONS[name]
+        length = unit, value_from_text(float, wanted, name) * factor
+        return lambda run: (run.fields.get("horizon.unit"), run.fields.get("horizon.amount")) == length
     if name not in COLUMNS and name not in kinds:
         raise unknown_field(name, wanted, also=COLUMNS)
     of = COLUMNS.get(name) or (lambda run: run.fields.get(name, ()))
@@ -123,8 +131,8 @@ def _condition(text: str) -> Callable[[ListedRun], bool]:
         expected = value_from_text(float, wanted, name) if name in _NUMBERS else wanted
     else:
         expected = json.loads(json.dumps(value_from_text(kinds[name], wanted, name)))
-    if name == "val_bpb":
-        return lambda run: run.val_bpb is not None and expected in (run.val_bpb, round(run.val_bpb, 4))
+    if (decimals := _DECIMALS.get(name)) is not None:
+        return lambda run: (value := of(run)) is not None and expected in (value, round(value, decimals))
     return lambda run: of(run) == expected
 
 

@@ -155,7 +155,8 @@ def _other_text(a: RunRecord, b: RunRecord) -> str | None:
     for name in _OWN_TEXT if any(run.fields.get("data.val_source") for run in (a, b)) else _TEXT:
         values = [run.fields.get(name) for run in (a, b)]
         if values[0] != values[1]:
-            return f"their validation text differs: {name} is {_text(values[0])} and {_text(values[1])}"
+            fields = f"{name} is {_text(values[0])} and {_text(values[1])}"
+            return f"their validation text may differ, since {fields}: name runs on the same data"
     if tokens[0] is not None and None in tokenizers:
         unknown = (a, b)[tokenizers.index(None)].path
         return f"run.json of {unknown} does not say with which tokenizer eval.tokens = {tokens[0]} were counted"

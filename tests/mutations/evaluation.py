@@ -196,7 +196,7 @@ MUTATIONS = [
     ),
     Mutation(
         "top-p drops the token that reaches it", "eval/continuation.py",
-        "probabilities.cumsum(-1) - probabilities >=", "probabilities.cumsum(-1) >=",
+        "dropped[..., 1:] |= probabilities.cumsum(-1)[..., :-1]", "dropped |= probabilities.cumsum(-1)",
         ["test_continuation.py::TestTruncation::test_by_hand"],
     ),
     Mutation(

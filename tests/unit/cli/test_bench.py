@@ -288,6 +288,7 @@ class TestCommand:
         assert found["tokens_per_second"] == pytest.approx(128 / found["step_seconds"])
         assert found["rest_seconds"] + sum(found["part_seconds"].values()) == pytest.approx(found["step_seconds"])
         assert found["steps"] == 4
+        assert figures(capsys, "--bench-steps", "1")["steps"] == 1
         assert found["compiled"] == "off"
 
     def test_noise_is_told_on_stderr(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

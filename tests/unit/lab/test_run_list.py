@@ -166,6 +166,10 @@ class TestChoosing:
         assert names("val_bpb=2.6227") == names("val_bpb=2.62271234") == names("data.source=b.*") == "d"
         assert names("data.source=notes[1]") == names("data.source=notes[[]1]") == "d"
         assert (names("val_bpb=2.6228"), names("val_bpb=2.622712")) == ("", "")
+        write_run(tmp_path / "e", [3.0, 2.9], seconds_per_step=0.96, horizon__unit="seconds", horizon__amount=120)
+        runs = list_runs([tmp_path])
+        assert (names("depth=2"), names("depth=4"), names("steps=50")) == ("c", "abde", "ab")
+        assert (names("minutes=2"), names("minutes=1"), names("seconds=10", "minutes=2")) == ("e", "", "e")
         wrong = {"status": "FIELD=VALUE", "model.n_layr=4": "nearest valid", "seed=x": "whole number"}
         for condition, problem in wrong.items():
             with pytest.raises(UserError, match=problem):
@@ -265,6 +269,7 @@ class TestCommand:
         assert second.startswith("runs/b  damaged")
         assert "\x1b" not in out
         told = json.loads(command(["runs", "--json", "--where", "status=finished"])[1])["runs"]
+        assert (told[0]["depth"], told[0]["horizon"]) == (4, {"amount": 50, "unit": "steps"})
         assert [run["changes"] for run in told] == [{"seed": 7, "model.activation": "gelu", "runtime.threads": 1}]
 
     def test_a_line_break_in_a_name_is_shown_as_another_character(self, tmp_path: Path) -> None:
