@@ -17,7 +17,7 @@ from gptlab.config.errors import Positive, UserError, cannot, checked_dataclass
 from gptlab.config.run import DataConfig, TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.documents import Corpus, open_corpus
 from gptlab.data.tokenizer.base import FILE
-from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer, spread_share, train_tokenizer
 from gptlab.runtime.files.plain_file import listed_sources
 from gptlab.runtime.records.console import Console
 
@@ -100,9 +100,8 @@ def _train(argv: list[str]) -> int:
         pass  # better now than after the training
     started = time.perf_counter()
     with Console() as console:
-        tokenizer = train_tokenizer(
-            config, corpus.texts(), bos=arguments.bos, text_bytes=corpus.text_bytes(), console=console
-        )
+        share = spread_share(config, corpus.texts(), corpus.most_bytes())
+        tokenizer = train_tokenizer(config, corpus.texts(), bos=arguments.bos, share=share, console=console)
         seconds = time.perf_counter() - started
         tokenizer.save(out)
         console.line(f"{_described(tokenizer)}: made in {seconds:.1f} s, kept in {out}")

@@ -27,7 +27,14 @@ from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import DataConfig, Split, TokenizerConfig
 from gptlab.data.corpus.documents import Corpus, Side, content_hash, is_text_file, open_corpus
 from gptlab.data.corpus.known_corpora import fixed_validation
-from gptlab.data.tokenizer.tokenizer import ByteTokenizer, Tokenizer, gpt2_tokenizer, load_tokenizer, train_tokenizer
+from gptlab.data.tokenizer.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    gpt2_tokenizer,
+    load_tokenizer,
+    spread_share,
+    train_tokenizer,
+)
 from gptlab.data.tokens.foreign_files import TokenFiles, find_token_files, open_split, scan
 from gptlab.data.tokens.shards import COUNTS, SplitWriter, TokenSplit
 from gptlab.runtime.files.cache import cache_root, cached_folder
@@ -159,9 +166,12 @@ def _trained_tokenizer(
 
     def build(folder: Path) -> dict[str, Any]:
         # A character that only validation has needs a token too: nanoGPT's vocabulary is the whole text's.
-        texts = (text for side, text in corpus.documents() if side == "train" or config.kind == "char")
+        def texts() -> Iterator[str]:
+            return (text for side, text in corpus.documents() if side == "train" or config.kind == "char")
+
         try:
-            train_tokenizer(config, texts, bos=bos, text_bytes=corpus.text_bytes(), console=console).save(folder)
+            share = spread_share(config, texts(), corpus.most_bytes())
+            train_tokenizer(config, texts(), bos=bos, share=share, console=console).save(folder)
         except ConfigError as error:
             sizes = Counter[str]()
             for side, text in corpus.documents():

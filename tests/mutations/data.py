@@ -138,13 +138,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a tokenizer learns from the beginning of a text only", "data/tokenizer/bpe.py",
-        "min(1, left / text_bytes)", "1",
-        ["test_tokenizer.py::test_training_text_is_spread_where_its_size_is_known"],
+        "owed += share * len(data)", "owed += len(data)",
+        ["test_tokenizer.py::test_training_text_is_spread_where_its_size_has_a_limit"],
     ),
     Mutation(
         "the whole of a long text is read for the tokenizer", "data/tokenizer/bpe.py",
-        "max(1 / MOST_READ, min(1, left / text_bytes))", "min(1, left / text_bytes)",
-        ["test_tokenizer.py::test_training_text_is_spread_where_its_size_is_known"],
+        "if total >= most:", "if False:",
+        ["test_tokenizer.py::test_training_text_is_spread_where_its_size_has_a_limit"],
     ),
     Mutation(
         "the size of JSONL counts as that of its text", "data/corpus/documents.py",
@@ -153,8 +153,8 @@ MUTATIONS = [
         ["test_prepare.py::test_a_tokenizer_learns_from_all_parts_of_a_folder_of_text"],
     ),
     Mutation(
-        "a run's tokenizer does not know the size of its text", "data/prepare.py",
-        "text_bytes=corpus.text_bytes(), ", "",
+        "files that are no text count as text for the tokenizer", "data/tokenizer/bpe.py",
+        "config.train_bytes / max(total, 1)", "config.train_bytes / most_bytes",
         ["test_prepare.py::test_a_tokenizer_learns_from_all_parts_of_a_folder_of_text"],
     ),
     Mutation(

@@ -179,8 +179,9 @@ class Corpus:
             again = f"delete it, and run `gptlab data prepare {shlex.quote(source.name)}`"
             raise UserError(f"{file.path} is not what was downloaded any more: {again}")
 
-    def text_bytes(self) -> int | None:
-        """The size of the files that train; None where one holds more than text, or less: columns, or packed text."""
+    def most_bytes(self) -> int | None:
+        """The size of the files that train, some of which may be no text, or validate too. None where one holds columns
+        or is packed: its text may be more."""
         files = [file for source in self._sources for file in source.files]
         if any(file.suffix in COLUMN_SUFFIXES or is_packed(file.path) for file in files):
             return None

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from gptlab.config.errors import UserError
 from gptlab.config.run import TokenizerConfig
 from gptlab.data.tokenizer.base import CONFIG_FILE, FILE, MODEL, ByteTokenizer, CharTokenizer, Tokenizer, utf8
-from gptlab.data.tokenizer.bpe import BpeTokenizer, train_bpe
+from gptlab.data.tokenizer.bpe import BpeTokenizer, spread_share, train_bpe
 from gptlab.data.tokenizer.gpt2 import gpt2_tokenizer, parse_merges, published_merges
 from gptlab.runtime.files.plain_file import read_plain
 from gptlab.runtime.files.restricted_pickle import read_plain_pickle
@@ -18,7 +18,8 @@ from gptlab.runtime.records.console import Console, QuietConsole
 
 __all__ = [
     "BpeTokenizer", "ByteTokenizer", "CharTokenizer", "Tokenizer",
-    "gpt2_tokenizer", "load_tokenizer", "read_character_table", "save_for_transformers", "train_tokenizer",
+    "gpt2_tokenizer", "load_tokenizer", "read_character_table", "save_for_transformers", "spread_share",
+    "train_tokenizer",
 ]  # fmt: skip
 
 VOCAB_FILE, MERGES_FILE, ADDED_FILE = "vocab.json", "merges.txt", "added_tokens.json"
@@ -35,21 +36,21 @@ def train_tokenizer(
     texts: Iterable[str],
     *,
     bos: bool,
-    text_bytes: int | None = None,
+    share: float = 1.0,
     console: Console | None = None,
 ) -> Tokenizer:
     """A tokenizer of `config.kind` for `texts`; `console` shows the progress.
 
-    `text_bytes`: about how many bytes the texts have, where that is known. `bos`: whether a char tokenizer gets a BOS
-    (the others always have one). UserError for no text, a vocabulary larger than the text can give (it names what the
-    text gives), and text that is not Unicode. byte and gpt2 read no text.
+    `share`: of a bpe tokenizer's text, what it is trained on (`spread_share`). `bos`: whether a char tokenizer gets a
+    BOS (the others always have one). UserError for no text, a vocabulary larger than the text can give (it names what
+    the text gives), and text that is not Unicode. byte and gpt2 read no text.
     """
     if config.kind == "byte":
         return ByteTokenizer()
     if config.kind == "gpt2":
         return gpt2_tokenizer()
     if config.kind == "bpe":
-        return train_bpe(config, texts, text_bytes, console or QuietConsole())
+        return train_bpe(config, texts, share, console or QuietConsole())
     characters: set[str] = set()
     for text in texts:
         utf8(text)

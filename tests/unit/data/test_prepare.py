@@ -173,6 +173,7 @@ def test_a_tokenizer_learns_from_all_parts_of_a_folder_of_text(tmp_path: Path) -
         (folder / f"{index:02}.txt").write_text(text)
     records = tmp_path / "records.jsonl"
     records.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    (folder / "z.bin.txt").write_bytes(b"\xff" * 4000)  # skipped
     few = TokenizerConfig(vocab_size=259, train_bytes=60)
     for source, learned in ((folder, {b"ab", b"cd"}), (records, {b"ab", b"abab"})):
         assert {*prepare(config(source, split="tail"), few).tokenizer.tokens[256:258]} == learned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import pickle
 import random
@@ -13,7 +12,6 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from oracle_tokenizer import bpe_ids
 from gptlab.config.errors import UserError
 from gptlab.config.run import TokenizerConfig
 from gptlab.data.tokenizer import bpe
-from gptlab.data.tokenizer.bpe import MOST_READ, BpeTokenizer, safe_parts
+from gptlab.data.tokenizer.bpe import MOST_READ, BpeTokenizer, safe_parts, spread_share
 from gptlab.data.tokenizer.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
@@ -423,23 +421,21 @@ def test_training_stops_at_train_bytes() -> None:
     assert tokenizer.merges == ((b"a", b"b"),)  # type: ignore[attr-defined]
 
 
-def test_training_text_is_spread_where_its_size_is_known() -> None:
+def test_training_text_is_spread_where_its_size_has_a_limit() -> None:
     """The first documents alone would teach only "ab"; of text ten times as long, the rest is not read."""
     config = TokenizerConfig(vocab_size=259, train_bytes=40)
     texts = ["abab\n"] * 10 + ["cdcd\n"] * 10
+    shares = {most: spread_share(config, texts, most) for most in (None, 40, 1000)}
+    assert shares == {None: 1, 40: 1, 1000: 0.4}
     merges = {
-        size: train_tokenizer(config, texts, bos=True, text_bytes=size).merges[:2]  # type: ignore[attr-defined]
-        for size in (None, 100)
+        share: train_tokenizer(config, texts, bos=True, share=share).merges[:2]  # type: ignore[attr-defined]
+        for share in (1, 0.4)
     }
-    assert merges[None] == ((b"a", b"b"), (b"ab", b"ab"))
-    assert set(merges[100]) == {(b"a", b"b"), (b"c", b"d")}
-
-    def endless() -> Iterator[str]:
-        for count in itertools.count():
-            assert count <= 40 * MOST_READ / 5
-            yield "abab\n"
-
-    train_tokenizer(replace(config, vocab_size=258), endless(), bos=True, text_bytes=10**9)
+    assert merges[1] == ((b"a", b"b"), (b"ab", b"ab"))
+    assert set(merges[0.4]) == {(b"a", b"b"), (b"c", b"d")}
+    read = iter(texts * 1000)
+    assert spread_share(config, read, 10**9) == 1 / MOST_READ
+    assert len([*read]) == 20_000 - 40 * MOST_READ / 5
 
 
 def test_vocabulary_larger_than_the_text_gives() -> None:
