@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.app.run.attempt import Attempt, Result
-from gptlab.app.run.loaded_run import as_recorded
+from gptlab.app.run.loaded_run import as_recorded, with_own_tokenizer
 from gptlab.app.run.own_parts import OwnParts, own_parts_of
 from gptlab.app.run.ranks import rank_0_reports
 from gptlab.app.run.repeat import Facts, implementations_changed, repeated_config, stored_config, what_differs
@@ -152,7 +152,7 @@ def open_resumed(request: RunRequest, attempt: Attempt) -> EarlierRun | Result:
         return Result(0, run.path, summary)
     _require_same_parts(attempt, run, "resume")
     checkpoint = _newest_checkpoint(run, console, group, request.resume_from_step)
-    attempt.config = _with_own_tokenizer(config, run)
+    attempt.config = with_own_tokenizer(config, run)
     return EarlierRun(run, stored, checkpoint, goes_back=request.resume_from_step is not None)
 
 
@@ -299,13 +299,6 @@ def _require_own_checkpoint(run: RunDirectory, checkpoint: Checkpoint, console: 
             f"{run.config_path} was edited after {checkpoint.path.name} was saved ({edited}): undo that to resume, or "
             f"train the changed configuration in a folder of its own with --from {run.path}"
         )
-
-
-def _with_own_tokenizer(config: RunConfig, run: RunDirectory) -> RunConfig:
-    """With the run's copy of a tokenizer that was read from elsewhere, which may be gone."""
-    if config.tokenizer.path is None or not run.tokenizer_path.is_dir():
-        return config
-    return replace(config, tokenizer=replace(config.tokenizer, path=str(run.tokenizer_path)))
 
 
 def _require_longer(session: Session, checkpoint: Checkpoint) -> None:

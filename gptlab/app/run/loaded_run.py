@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,17 @@ def core_of_run(
     with console.progress("CORE", total_tokens, "tokens") as progress:
         pass_tokens = (micro_sequences or rows_of_pass(config, run.device)) * config.model.seq_len
         return measure_core(run.model, tasks, max_pass_tokens=pass_tokens, advance=progress.advance, group=group)
+
+
+def with_own_tokenizer(config: RunConfig, run: RunDirectory) -> RunConfig:
+    """With the run's copy of its tokenizer, where that is intact. One that was read from elsewhere may be gone, and
+    another version of gptlab or of its library may learn other merges from the same text."""
+    if config.tokenizer.path is None and config.tokenizer.kind in ("gpt2", "byte"):
+        return config
+    with suppress(UserError):
+        if run.recorded().get("tokenizer_fingerprint") in (None, load_tokenizer(run.tokenizer_path).fingerprint):
+            return replace(config, tokenizer=replace(config.tokenizer, path=str(run.tokenizer_path)))
+    return config
 
 
 def evaluate_run(

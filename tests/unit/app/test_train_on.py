@@ -8,7 +8,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 from unittest.mock import Mock
 
 import pytest
@@ -18,6 +18,7 @@ from gptlab.app.run.run_request import RunRequest
 from gptlab.config.errors import UserError
 from gptlab.config.recipes import RECIPES, configure
 from gptlab.config.run import Horizon, HorizonUnit
+from gptlab.data.tokenizer import tokenizer
 from gptlab.lab.experiments.runs import drop_moments
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 from gptlab.runtime.records.run_directory import RunDirectory
@@ -132,6 +133,24 @@ def test_a_finished_run_gets_back_its_tokenizer(folder: Path) -> None:
     assert (code, "written again" in out) == (0, True)
     assert command(["eval", run])[0] == 0
     assert differences(before, outcome(run)) == []
+
+
+def test_a_run_keeps_its_tokenizer_where_another_would_be_learned(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another version of gptlab, or of the library that learns merges."""
+    bpe: dict[str, Any] = {"tokenizer.kind": "bpe", "tokenizer.vocab_size": 280, "data.cache_dir": tmp_path}
+    assert command(["train", *arguments(folder, "merges", CONSTANT | bpe | {"steps": 4})])[0] == 0
+    assert command(["train", *arguments(folder, "more-merges", CONSTANT | bpe | {"steps": 8})])[0] == 0
+    shutil.rmtree(tmp_path)
+    train_bpe = tokenizer.train_bpe
+    monkeypatch.setattr(
+        tokenizer, "train_bpe", lambda config, texts, *more: train_bpe(config, [text[::-1] for text in texts], *more)
+    )
+    code, _, err = command(["train", "--resume", folder / "merges", "--steps", "8"])
+    assert (code, err) == (0, "")
+    losses = [[line["loss"] for line in lines_of(folder / name, "train")] for name in ("merges", "more-merges")]
+    assert losses[0] == losses[1]
 
 
 def test_a_run_whose_corpus_was_moved(folder: Path) -> None:
