@@ -102,7 +102,7 @@ def train(
     named = {
         "depth": depth, "minutes": minutes, "steps": steps, "tokens": tokens, "flops": flops,
         "tokens_per_param": tokens_per_param, "until_val_loss": until_val_loss, "data": data, "seed": seed,
-        "run_dir": run_dir, "resume": resume, "from": from_run,
+        "run_dir": run_dir, "resume": resume and os.path.abspath(os.path.expanduser(resume)), "from": from_run,
     }  # fmt: skip
     given = {name: value for name, value in named.items() if value is not None} | fields
     config = None

@@ -72,7 +72,8 @@ class Attempt:
 
     def new_run_path(self, run_dir: str | None, recipe: str) -> Path:
         """Where a new run goes: to `run_dir`, if that is given."""
-        return Path(run_dir or self.job.folder() or default_run_path(recipe, datetime.now()))
+        path = Path(run_dir or self.job.folder() or default_run_path(recipe, datetime.now()))
+        return path if self.catch else path.absolute()  # whoever has called may go to another folder meanwhile
 
     def share_run_folder(self) -> None:
         """Give every rank the run folder that rank 0 made or opened. UserError on rank 0 where another rank does not

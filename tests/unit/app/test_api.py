@@ -9,6 +9,7 @@ import pydoc
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,24 @@ class TestHooks:
         record = json.loads((folder / "watched" / "run.json").read_text())
         assert record["hooks"] == ["on_step", "on_eval"]
         assert "own_parts" not in record
+
+    def test_one_may_go_to_another_folder(
+        self, folder: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The folder of a run may be given relative to the one where it began."""
+        (folder / "below").mkdir()
+        monkeypatch.chdir(folder)
+        config = replace(make_config(folder, "elsewhere", steps=6), run_dir="below/elsewhere")
+
+        def go(line: dict[str, Any]) -> None:
+            os.chdir(tmp_path)
+
+        result = gptlab.train(config, on_step=go)
+        assert result.run_dir == folder / "below" / "elsewhere"
+        assert differences(outcome(plain), outcome(result.run_dir)) == []
+        monkeypatch.chdir(folder)
+        again = gptlab.train(resume="below/elsewhere", steps=8, on_step=go)
+        assert (again.run_dir, again.summary["num_steps"]) == (result.run_dir, 8)
 
     def test_another_thread_does_not_train_meanwhile(self, folder: Path, plain: Path) -> None:
         """Two runs in two threads drew dropout from the one generator of the process: both had other losses."""
