@@ -174,7 +174,7 @@ def _other_text(a: RunRecord, b: RunRecord) -> str | None:
 
 def warnings_of(sides: Sides) -> list[str]:
     """What else than the fields may make the difference, one line each."""
-    return [*_about_runs(sides), *_about_repetitions(sides), *_about_facts(sides)]
+    return [*_about_runs(sides), *_about_rows(sides), *_about_repetitions(sides), *_about_facts(sides)]
 
 
 def _about_runs(sides: Sides) -> Iterator[str]:
@@ -186,6 +186,22 @@ def _about_runs(sides: Sides) -> Iterator[str]:
             yield f"{run.path} has not finished (its status is {run.status}): it {last}"
         if _length_changed(run.provenance.get("config_changes")):
             yield f"{run.path} has another length than it started with: it followed two schedules, one after the other"
+
+
+def _about_rows(sides: Sides) -> Iterator[str]:
+    """Tokens that others made have documents only for packed rows; data_fingerprint then differs, and nothing else."""
+    for a, b in itertools.combinations(_all(sides), 2):
+        rows, data, tokenizers = (
+            [run.fields.get("data.rows") for run in (a, b)],
+            *([run.provenance.get(f"{of}_fingerprint") for run in (a, b)] for of in ("data", "tokenizer")),
+        )
+        same_text = all(a.fields.get(name) == b.fields.get(name) for name in (*_TEXT, "data.val_source"))
+        if same_text and "packed" in rows and rows[0] != rows[1] and data[0] != data[1] and len({*tokenizers}) == 1:
+            yield (
+                f"data.rows is {rows[0]} and {rows[1]}: packed rows of these tokens validate each document by itself, "
+                "the others go on from one to the next"
+            )
+            return
 
 
 def _length_changed(changes: object) -> bool:

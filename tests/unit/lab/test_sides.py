@@ -179,6 +179,12 @@ class TestComparable:
             with pytest.raises(UserError, match=r"their validation text may differ, since data\.val_source is"):
                 require_comparable(order)
 
+    def test_rows_by_which_documents_of_foreign_tokens_validate(self, tmp_path: Path) -> None:
+        packed = run(tmp_path / "a", A, data__rows="packed")
+        for name, facts, told in (("b", OTHER_DATA, True), ("c", A, False), ("d", OTHER_TOKENIZER, False)):
+            sides = {"A": [packed], "B": [run(tmp_path / name, facts, data__rows="random")]}
+            assert any("validate each document by itself" in line for line in warnings_of(sides)) == told
+
     def test_a_first_run_that_could_be_compared_with_both(self, tmp_path: Path) -> None:
         """Its tokenizer explains other data, to each of the others; nothing explains it between these."""
         first = run(tmp_path / "a", A)
