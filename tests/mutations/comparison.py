@@ -32,6 +32,21 @@ MUTATIONS = [
         ["test_compare.py::TestAmounts::test_of_runs_that_end_within_one_step_are_their_final_values"],
     ),
     Mutation(
+        "a run one step longer is compared by its last validation, though it validated there", "lab/contrast.py",
+        " or amount in run.curve.at[axis][:-1]", "",
+        ["test_compare.py::TestAmounts::test_of_a_validation_there_is_its_value"],
+    ),
+    Mutation(
+        "the rounded mean of equal values makes a difference", "lab/statistics.py",
+        "first + (sample - first).mean()", "sample.mean()",
+        ["test_statistics.py::test_without_any_noise"],
+    ),
+    Mutation(
+        "compare does not say that foreign tokens validate by data.rows", "lab/sides.py",
+        "*_about_rows(sides), ", "",
+        ["test_sides.py::TestComparable::test_rows_by_which_documents_of_foreign_tokens_validate"],
+    ),
+    Mutation(
         "a verdict at the end hides that budgets differ", "lab/compare.py",
         "{' of runs of different lengths' * differ}", "",
         ["test_compare.py::test_a_verdict_at_the_end_says_that_lengths_differ"],

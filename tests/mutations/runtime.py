@@ -198,6 +198,16 @@ MUTATIONS = [
         ["test_train_on.py::test_a_run_that_does_not_validate_on_the_way_has_no_loss_to_reach"],
     ),
     Mutation(
+        "a resumed run learns its tokenizer again", "app/run/earlier_run.py",
+        "with_own_tokenizer(config, run)", "config",
+        ["test_train_on.py::test_a_run_keeps_its_tokenizer_where_another_would_be_learned"],
+    ),
+    Mutation(
+        "a run that Python trains is lost when its caller goes to another folder", "app/run/attempt.py",
+        "path if self.catch else path.absolute()", "path",
+        ["test_api.py::TestHooks::test_one_may_go_to_another_folder"],
+    ),
+    Mutation(
         "a finished run does not get back its tokenizer", "app/run/earlier_run.py",
         "        load_tokenizer(run.tokenizer_path)\n        summary", "        summary",
         ["test_train_on.py::test_a_finished_run_gets_back_its_tokenizer"],
