@@ -16,6 +16,7 @@ from gptlab.runtime.hardware.cpu import MachineLoad
 from gptlab.runtime.hardware.device import peak_memory_mb
 from gptlab.runtime.records.console import Console, clock_text, short_number
 from gptlab.training.checkpoint.load import Checkpoint
+from gptlab.training.checkpoint.names import list_checkpoints, step_of
 from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.faults import Fault, TrainingFailed
 from gptlab.training.signals import Signals
@@ -218,6 +219,8 @@ class Recorder(RunOutput):
         saved = checkpoint.state
         if not saved["scheduled"]:
             self.saves.unscheduled_steps.add(checkpoint.step)
+        found = filter(None, map(step_of, list_checkpoints(self.run.checkpoints_path)))
+        self.saves.damaged_steps.update(step for step in found if step > checkpoint.step)  # they were passed over
         line_bytes = _checkpoint_line_bytes(self.run.metrics_path, saved["metrics_bytes"], checkpoint.step)
         if not self.metrics.truncate(saved["metrics_bytes"] + (line_bytes if saved["scheduled"] else 0)):
             self.console.warn(f"{self.run.metrics_path} is not the file that the checkpoint saw; appending to it")

@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that has reached its loss is trained on to the same loss", "app/run/run_request.py",
-        "\"None\" if parts else \"none\"", "f\"{0.9 * horizon.until_val_loss:.4g}\"",
+        "\"None\" if own else \"none\"", "f\"{0.9 * horizon.until_val_loss:.4g}\"",
         ["test_train_on.py::test_the_command_that_trains_on_a_run_with_a_loss_to_reach"],
     ),
     Mutation(
@@ -196,6 +196,11 @@ MUTATIONS = [
         "a resumed run that does not validate is told to validate", "app/run/earlier_run.py",
         "if loss is not None and not (stored", "if False and not (stored",
         ["test_train_on.py::test_a_run_that_does_not_validate_on_the_way_has_no_loss_to_reach"],
+    ),
+    Mutation(
+        "a checkpoint that was passed over as damaged takes the place of an intact one", "training/recorder.py",
+        "if step > checkpoint.step)", "if False)",
+        ["test_resume.py::test_a_damaged_checkpoint_takes_no_intact_ones_place"],
     ),
     Mutation(
         "a resumed run learns its tokenizer again", "app/run/earlier_run.py",

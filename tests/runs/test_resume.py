@@ -185,6 +185,19 @@ def test_damaged_checkpoint_falls_back_to_an_older_one(folder: Path, uninterrupt
     assert differences(uninterrupted, outcome(run)) == []
 
 
+def test_a_damaged_checkpoint_takes_no_intact_ones_place(folder: Path) -> None:
+    """Its size is right, and the resumed run does not save it again: nothing but the load has found that out."""
+    run = folder / "passed-over"
+    with killed_at("train", 10):
+        train(folder, "passed-over", checkpoint__every_steps=3, checkpoint__keep_last=2, checkpoint__keep_best=False)
+    weights = run / "checkpoints" / "step-00000009" / "model.safetensors"
+    damaged = weights.read_bytes()[:-1] + b"?"
+    weights.write_bytes(damaged)
+    assert command(["train", "--resume", run, "--checkpoint.every-steps", "4"])[0] == 0
+    assert [path.name[-2:] for path in list_checkpoints(run / "checkpoints")] == ["08", "09", "12"]
+    assert weights.read_bytes() == damaged
+
+
 def test_lost_checkpoints_are_no_reason_to_begin_anew(folder: Path) -> None:
     """Metrics that nobody can make again must not be cut off because somebody tidied up."""
     run = folder / "tidied"

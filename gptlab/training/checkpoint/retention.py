@@ -22,14 +22,16 @@ def retain(
     best_step: int | None,
     good_step: int | None = None,
     unscheduled_steps: Collection[int] = (),
+    damaged_steps: Collection[int] = (),
     on_problem: OnProblem | None = None,
 ) -> list[Path]:
     """Remove the checkpoints that no rule keeps, oldest first, and return the removed folders.
 
     Kept are the `keep_last` newest, those whose step is a multiple of `keep_every_steps`, that of `best_step`, and that
     of `good_step`: newer ones may hold weights that the last update broke. Checkpoints of `unscheduled_steps` push out
-    nothing that would stay without them. Damaged checkpoints neither count nor go: they take no intact one's place, and
-    the user decides what to rescue from them. A folder that cannot be removed stays, and the next call tries again.
+    nothing that would stay without them. Damaged checkpoints, those of `damaged_steps` among them, neither count nor
+    go: they take no intact one's place, and the user decides what to rescue from them. A folder that cannot be removed
+    stays, and the next call tries again.
 
     Before anything goes, the newest that stays is verified in full, since manifest and sizes alone would miss files
     altered in place, and the last good checkpoint might go. Reading all that stay would cost several times as much for
@@ -37,7 +39,8 @@ def retain(
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is at least 1, this is {keep_last}")
-    intact = [path for path in list_checkpoints(checkpoints_dir) if _passes(read_manifest, path)]
+    found = [path for path in list_checkpoints(checkpoints_dir) if step_of(path) not in damaged_steps]
+    intact = [path for path in found if _passes(read_manifest, path)]
     while intact:
         scheduled = [path for path in intact if step_of(path) not in unscheduled_steps]
         kept = {

@@ -67,6 +67,8 @@ class CheckpointSaver(RunOutput):
     """What every state.json says of the run: its identity, and its implementations. Needed on rank 0 alone."""
     unscheduled_steps: set[int] = field(default_factory=set)
     """Steps of the checkpoints that signals asked for, as far as known."""
+    damaged_steps: set[int] = field(default_factory=set)
+    """Steps of the checkpoints that were passed over when the run was resumed, and were not saved again since."""
 
     def checkpoint(self, state: TrainState, *, scheduled: bool = True) -> None:
         """Save, then remove checkpoints that need not be kept. UserError if that fails, unless the run is configured to
@@ -160,7 +162,9 @@ class CheckpointSaver(RunOutput):
     def _kept(self, state: TrainState, request: Request | None = None) -> dict[str, Any]:
         """What `retain` is to keep, once the checkpoint of this request is saved."""
         wanted, best, unscheduled = self.config.checkpoint, state.best_saved, self.unscheduled_steps
+        damaged = {*self.damaged_steps}
         if request is not None:
+            damaged.discard(request.step)
             unscheduled = unscheduled - {request.step} if request.scheduled else unscheduled | {request.step}
         # A validation has found a loss of the newest weights. Otherwise the last good checkpoint must outlive it.
         proven = state.is_evaluated() and self.config.faults.spike_factor is None
@@ -170,6 +174,7 @@ class CheckpointSaver(RunOutput):
             "best_step": best.step if wanted.keep_best and best else None,
             "good_step": None if proven else state.faults.good_step,
             "unscheduled_steps": unscheduled,
+            "damaged_steps": damaged,
         }
 
     def _retain(self, kept: dict[str, Any]) -> list[str]:
@@ -180,6 +185,7 @@ class CheckpointSaver(RunOutput):
 
     def _log(self, request: Request) -> None:
         """The checkpoint is durable."""
+        self.damaged_steps.discard(request.step)
         (self.unscheduled_steps.discard if request.scheduled else self.unscheduled_steps.add)(request.step)
         if request.scheduled:
             self.log_line(request.step)

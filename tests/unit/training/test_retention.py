@@ -92,6 +92,16 @@ def test_a_damaged_newest_one_holds_no_place_and_stays(tmp_path: Path, in_place:
     assert load_newest(tmp_path, lambda line: None).path.name == "step-00000030"
 
 
+def test_one_that_is_known_to_be_damaged_holds_no_place_and_stays(tmp_path: Path) -> None:
+    """Its size is right, and it is not the newest: nobody reads it again."""
+    filled(tmp_path, 5, 10, 13, 15)
+    damage(tmp_path / "step-00000013", in_place=True)
+    retain(tmp_path, keep_last=2, keep_every_steps=None, best_step=None, damaged_steps={13})
+    assert steps(tmp_path) == [10, 13, 15]
+    retain(tmp_path, keep_last=1, keep_every_steps=None, best_step=13, damaged_steps={13})
+    assert steps(tmp_path) == [13, 15]
+
+
 def test_all_damaged_and_nothing_goes(tmp_path: Path) -> None:
     filled(tmp_path, 10, 20, 30)
     for path in list_checkpoints(tmp_path):
