@@ -23,8 +23,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a value of another type crashes the program", "lab/experiments/trial.py",
-        "        check_values(one.fields)\n", "        pass\n",
-        ["test_trial.py::test_a_value_of_another_type_is_invalid"],
+        "        check_values(all_fields(", "        str((",
+        ["test_trial.py::test_a_value_that_cannot_be_is_invalid"],
+    ),
+    Mutation(
+        "a value that cannot be takes an experiment's runs", "lab/judge/tree_rules.py",
+        "            apply_overrides(config, checked)\n", "            pass\n",
+        ["test_trial.py::test_a_value_that_cannot_be_is_invalid"],
     ),
     Mutation(
         "code that was changed may not take other values", "lab/experiments/trial.py",

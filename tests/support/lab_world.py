@@ -61,8 +61,9 @@ def _own_fingerprint() -> str:
 
 
 def bpb_of(fields: Mapping[str, Any], seed: int) -> float:
-    """1.5, less what `optim.head.lr` is worth (0.01 a unit), and noise: of the seed, and of fields and seed."""
-    worth = 0.01 * float(fields.get("optim.head.lr", 0.0))
+    """1.5, less what `optim.head.lr` is worth (0.01 a unit) and `optim.vector.lr` costs, and noise: of the seed, and of
+    fields and seed."""
+    worth = 0.01 * (float(fields.get("optim.head.lr", 0.0)) - float(fields.get("optim.vector.lr", 0.0)))
     return 1.5 - worth + 0.01 * _noise("seed", seed) + PAIRED_SD * _noise(json.dumps(sorted(fields.items())), seed)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from gptlab.app.run.own_parts import OwnParts
+from gptlab.app.run.own_parts import OwnParts, own_parts_of
 from gptlab.app.run.run_request import RunRequest, resume_command
 from gptlab.config.errors import EXIT_PREEMPTED, EXIT_TRAINING_FAILED, EXIT_USAGE, UserError
 from gptlab.config.run import RunConfig
@@ -251,7 +251,7 @@ def to_go_on(run: RunDirectory) -> str:
     from gptlab.training.checkpoint.names import list_checkpoints
 
     what = "resume" if list_checkpoints(run.checkpoints_path) else "start it again"
-    return f"{what} with {resume_command(run.path)}"
+    return f"{what} with {resume_command(run.path, own_parts_of(run.recorded()))}"
 
 
 def last_checkpoint(run: RunDirectory) -> str:

@@ -359,21 +359,21 @@ def program() -> str:
     return _typed(script) if script.stem == "gptlab" else "gptlab"
 
 
-def resume_command(run: Path) -> str:
-    return f"{program()} train --resume {shlex.quote(str(run))}"
+def resume_command(run: Path, own: Iterable[str] = (), **length: str) -> str:
+    """Resumes a run, with another `length` if given: a call in Python where it has parts of its caller's `own`."""
+    if parts := [f"{name}=..." for name in own]:
+        return f"gptlab.train({', '.join([f'resume={str(run)!r}', *(f'{n}={x}' for n, x in length.items()), *parts])})"
+    flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in length.items())
+    return f"{program()} train --resume {shlex.quote(str(run))}{flags}"
 
 
 def longer_command(run: Path, config: RunConfig, own: Iterable[str] = ()) -> str:
-    """Trains a finished run to twice its length: a call in Python for a run with parts of its caller's `own`."""
-    horizon, parts = config.horizon, [f"{name}=..." for name in own]
-    name, factor = next((name, factor) for name, (unit, factor) in HORIZONS.items() if unit == horizon.unit)
-    length = {name: f"{2 * horizon.amount / factor:.12g}"}
+    """Trains a finished run to twice its length; see `resume_command`."""
+    horizon, own = config.horizon, [*own]
+    length = {name: f"{2 * horizon.amount / n:.12g}" for name, (unit, n) in HORIZONS.items() if unit == horizon.unit}
     if horizon.until_val_loss is not None:  # one that was reached would end the run before its first step
-        length["until_val_loss"] = "None" if parts else "none"
-    if parts:
-        words = [repr(str(run)), *(f"{name}={value}" for name, value in length.items()), *parts]
-        return f"in Python, gptlab.train(resume={', '.join(words)})"
-    return " ".join([resume_command(run), *(f"--{name.replace('_', '-')} {value}" for name, value in length.items())])
+        length["until_val_loss"] = "None" if own else "none"
+    return "in Python, " * bool(own) + resume_command(run, own, **length)
 
 
 def next_steps(run: Path, config: RunConfig, prompts: Sequence[str], *, trained: bool) -> list[str]:
@@ -382,8 +382,8 @@ def next_steps(run: Path, config: RunConfig, prompts: Sequence[str], *, trained:
     lines = [f"run folder: {folder}"]
     if trained:
         prompt = next((text for text in prompts if text.strip() and text.isprintable()), None)
-        others = "" if prompts else " --interactive"  # without a prompt, those of the run are continued
-        asked = others if prompt is None else f" --prompt {shlex.quote(prompt)}"
+        asked = "" if prompts else " --interactive"  # without a prompt, those of the run are continued
+        asked = asked if prompt is None else f" --prompt {shlex.quote(prompt)}"
         lines.append(f"  sample it:          {program()} sample {folder}{asked}")
         lines.append(f"  train it on:        {longer_command(run, config)}")
     lines.append(f"  change and compare: {program()} train --from {folder} --seed {config.seed + 1}")

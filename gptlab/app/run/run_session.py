@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptlab.app.run.attempt import Attempt, Result
+from gptlab.app.run.own_parts import own_parts_of
 from gptlab.app.run.ranks import require_same_implementations
 from gptlab.app.run.run_request import longer_command, next_steps, resume_command
 from gptlab.app.run.session import Session, open_session, require_agreement
@@ -332,7 +333,7 @@ def _recorder(session: Session, output: RunOutput, saves: CheckpointSaver, signa
     throughput = Throughput(session.flops.total, None if peak is None else peak * group.size)
     return Recorder(
         **vars(output), throughput=throughput, saves=saves, signals=signals, load=load,
-        resume_command=resume_command(output.run.path),
+        resume_command=resume_command(output.run.path, own_parts_of(output.run.recorded())),
     )  # fmt: skip
 
 

@@ -147,7 +147,7 @@ class Lab:
         """{dotted name: value} of the configuration that every run repeats. UserError where it is damaged."""
         return flatten(read_json_object(self.path / "baseline" / "config.json"))
 
-    def run_config(self, seed: int, vocab_size: int) -> RunConfig:
+    def run_config(self, seed: int, vocab_size: int | None) -> RunConfig:
         """The configuration of the first baseline's runs, apart from their length and folder."""
         values = {"seed": seed, "model.vocab_size": vocab_size, **self.places()}
         return apply_overrides(config_from_json(read_json_object(self.path / "baseline" / "config.json")), values)

@@ -28,7 +28,7 @@ from gptlab.lab.experiments.equal_time import (
     time_alone,
 )
 from gptlab.lab.experiments.folder import Lab
-from gptlab.lab.experiments.ledger import NOTHING, SLICES, Experiment, Slice, Verdict, baseline_of
+from gptlab.lab.experiments.ledger import NOTHING, SLICES, Experiment, Slice, Verdict, all_fields, baseline_of
 from gptlab.lab.experiments.overview import proposals, write_results
 from gptlab.lab.experiments.runs import Trained, run_folder, variant_of
 from gptlab.lab.experiments.same_program import same_program
@@ -197,7 +197,7 @@ def _require_lawful(lab: Lab, number: int) -> Ruling | None:
     one = experiments[number]
     check_fields(one.fields)
     if variant_of(lab, one, experiments).code == lab.path / "code":  # changed code may take other values
-        check_values(one.fields)
+        check_values(all_fields(one, experiments), lab.run_config(lab.settings.first_seed, None))
     if not one.files:
         return None
     base = variant_of(lab, experiments[one.against], experiments).code

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.config.errors import ConfigError, UserError, cannot
-from gptlab.config.load import checked_value, leaf_fields
+from gptlab.config.load import apply_overrides, checked_value, leaf_fields
 from gptlab.config.run import RunConfig
 from gptlab.lab.judge.rules import RuleError
 
@@ -113,15 +113,16 @@ def check_fields(names: Iterable[str]) -> None:
             raise RuleError("field", f"{name} cannot be changed: no field of a run has this name")
 
 
-def check_values(fields: Mapping[str, Any]) -> None:
-    """RuleError (field) for a value that a field of this type cannot have in the judge's own code. `fields`: {name that
-    `check_fields` takes: value}."""
+def check_values(fields: Mapping[str, Any], config: RunConfig) -> None:
+    """RuleError (field) for values that cannot be, or do not fit together, in `config` by the judge's own code. With
+    another depth the recipe decides when the run begins. `fields`: {name that `check_fields` takes: value}."""
     types = {"depth": int, **leaf_fields(RunConfig)}
-    for name, value in fields.items():
-        try:
-            checked_value(types[name], value, name)
-        except ConfigError as error:
-            raise RuleError("field", str(error)) from None
+    try:
+        checked = {name: checked_value(types[name], value, name) for name, value in fields.items()}
+        if "depth" not in fields:
+            apply_overrides(config, checked)
+    except ConfigError as error:
+        raise RuleError("field", str(error)) from None
 
 
 def read_package(tree: Path) -> dict[str, bytes]:

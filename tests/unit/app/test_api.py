@@ -7,6 +7,7 @@ import json
 import os
 import pydoc
 import random
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -387,6 +388,17 @@ class TestParts:
             assert "blocks.0.mlp.halves" not in expected.tensors
         again = gptlab.train(from_run=whole, run_dir=folder / f"{state}-again", **parts).run_dir
         assert differences(expected, outcome(again)) == []
+
+    def test_the_call_that_resumes_a_stopped_run_is_shown(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def stop(line: dict[str, Any]) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+        config = make_config(folder, "stopped", steps=9)
+        run = gptlab.train(config, change_model=gated_mlps, on_step=stop).run_dir
+        said = f"stopped after step 1, saved; resume with gptlab.train(resume={str(run)!r}, change_model=...)"
+        assert said in capsys.readouterr().out
 
     def test_the_command_line_names_what_is_missing(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         run = gptlab.train(make_config(folder, "own", steps=1), change_model=gated_mlps).run_dir

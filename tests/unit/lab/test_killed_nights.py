@@ -22,7 +22,7 @@ from gptlab.lab.experiments.trial import measure_baseline
 from gptlab.lab.workers.night import run_night
 
 NIGHT = (
-    Proposal({"optim.head.lr": -1.0}, why="worse"),
+    Proposal({"optim.vector.lr": 1.0}, why="worse"),
     Proposal({"optim.head.lr": 2.0}, why="better"),
     Proposal({"data.source": ["x"]}, why="not allowed"),
 )

@@ -104,8 +104,8 @@ def test_what_the_sampler_learns(lab: Lab, tmp_path: Path) -> None:
 def test_values_are_comparable_whatever_the_seeds_and_the_baseline(lab: Lab) -> None:
     """Experiment 2 becomes the baseline; 3 is worse, and raced with one seed, whose luck is not its own."""
     with formula():
-        for rate in (2.0, -1.0):
-            finish(lab, submit(lab, Proposal({"optim.head.lr": rate})), quiet)
+        for fields in ({"optim.head.lr": 2.0}, {"optim.vector.lr": 3.0}):
+            finish(lab, submit(lab, Proposal(fields)), quiet)
     experiments = lab.ledger.experiments()
     assert (experiments[3].against, len(experiments[3].bpb)) == (2, 1)
     values = [comparable_bpb(experiments[number], experiments) for number in (0, 2, 3)]

@@ -71,7 +71,7 @@ def test_a_night_completes_what_was_killed_after_its_verdict(lab: Lab, monkeypat
 
     with monkeypatch.context() as patch, formula():
         patch.setattr(Ledger, "append", killed)
-        number = submit(lab, Proposal({"optim.head.lr": -1.0}))
+        number = submit(lab, Proposal({"optim.vector.lr": 1.0}))
         with pytest.raises(KeyboardInterrupt):
             finish(lab, number, quiet)
     verdict = dict(lab.ledger.experiments()[number].verdict or {})
@@ -145,7 +145,7 @@ def test_an_improvement_is_kept_and_becomes_the_baseline(lab: Lab) -> None:
 
 
 def test_a_harm_is_discarded_after_one_pair(lab: Lab) -> None:
-    verdict = tried(lab, fields={"optim.head.lr": -1.0})
+    verdict = tried(lab, fields={"optim.vector.lr": 1.0})
     assert (verdict["verdict"], verdict["pairs"]) == ("discard", 1)
     assert not list(lab.experiment(2).glob("runs/*/checkpoints"))
 
@@ -153,8 +153,8 @@ def test_a_harm_is_discarded_after_one_pair(lab: Lab) -> None:
 def test_runs_of_the_baseline_are_shared(lab: Lab) -> None:
     trained: list[tuple[int, int]] = []
     with formula(trained):
-        finish(lab, submit(lab, Proposal({"optim.head.lr": -1.0})), quiet)
-        finish(lab, submit(lab, Proposal({"optim.head.lr": -2.0})), quiet)
+        finish(lab, submit(lab, Proposal({"optim.vector.lr": 1.0})), quiet)
+        finish(lab, submit(lab, Proposal({"optim.vector.lr": 2.0})), quiet)
     assert trained == [(2, 1), (3, 2)]  # with seeds 1 and 2, which the baseline has
 
 
@@ -192,9 +192,10 @@ def test_fields_that_the_judge_needs_cannot_be_proposed(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [("optim.muon.lr", "abc", "must be a number"), ("depth", 2.5, "must be a whole number"),
-     ("model.activation", "mine", "must be one of")],
+     ("model.activation", "mine", "must be one of"), ("optim.muon.lr", -1.0, "must not be negative"),
+     ("model.n_head", 7, "heads must divide")],
 )  # fmt: skip
-def test_a_value_of_another_type_is_invalid(lab: Lab, field: str, value: object, why: str) -> None:
+def test_a_value_that_cannot_be_is_invalid(lab: Lab, field: str, value: object, why: str) -> None:
     verdict = tried(lab, fields={field: value})
     assert (verdict["verdict"], verdict["rule"]) == ("invalid", "field")
     assert str(verdict["reason"]).startswith(f"{field} = {value!r}: {why}")
@@ -241,7 +242,7 @@ def test_only_what_is_slow_twice_trained_off_the_clock(
 ) -> None:
     """CPU seconds and seconds of the candidate's run with the first seed, and when it trains again. A run of the
     baseline takes 10 of both. A stall of the machine costs no CPU seconds."""
-    number = submit(lab, Proposal({"optim.head.lr": -1.0}))
+    number = submit(lab, Proposal({"optim.vector.lr": 1.0}))
     repeated: list[tuple[int, Path | None]] = []
     with formula() as patch:
         honest = runs.train
@@ -264,7 +265,7 @@ def test_only_what_is_slow_twice_trained_off_the_clock(
 
 def test_what_was_measured_is_kept_where_the_moments_cannot_be_dropped(lab: Lab) -> None:
     """A disk may be full, or the lab killed meanwhile."""
-    number, trained = submit(lab, Proposal({"optim.head.lr": -1.0})), list[tuple[int, int]]()
+    number, trained = submit(lab, Proposal({"optim.vector.lr": 1.0})), list[tuple[int, int]]()
 
     def drop_moments(run: Path) -> None:
         raise UserError("the disk is full")
@@ -369,7 +370,7 @@ class TestCode:
 
     def test_the_diff_is_kept_of_what_is_discarded_too(self, lab: Lab, tmp_path: Path) -> None:
         tree = self.changed(lab, tmp_path, "optim/schedule.py", "def lr_scale(", "EXTRA = 1\n\n\ndef lr_scale(")
-        tried(lab, tree=tree, fields={"optim.head.lr": -1.0})
+        tried(lab, tree=tree, fields={"optim.vector.lr": 1.0})
         one = lab.ledger.experiments()[2]
         assert (one.says, one.files) == ("discard", ("gptlab/optim/schedule.py",))
         assert "+EXTRA = 1" in (lab.experiment(2) / "changes.patch").read_text()
@@ -381,7 +382,7 @@ class TestCode:
         assert "EXTRA" in (lab.experiment(2) / "tree/gptlab/optim/schedule.py").read_text()
         words = shlex.split(str(best(lab)["command"]))
         assert words[:5] == [f"PYTHONPATH={lab.experiment(2) / 'tree'}", sys.executable, "-P", "-m", "gptlab"]
-        same = tried(lab, tree=lab.experiment(2) / "tree", fields={"optim.head.lr": -3.0})
+        same = tried(lab, tree=lab.experiment(2) / "tree", fields={"optim.vector.lr": 3.0})
         assert same["verdict"] == "discard"
         assert lab.ledger.experiments()[3].files == ()
 
@@ -430,7 +431,7 @@ class TestCode:
 
 
 NIGHT = (
-    Proposal({"optim.head.lr": -1.0}, why="worse"),
+    Proposal({"optim.vector.lr": 1.0}, why="worse"),
     Proposal({"optim.head.lr": 2.0}, why="better"),
     Proposal({"data.source": ["x"]}, why="not allowed"),
     Proposal({"batch.micro_sequences": 8}, why="faster, no better"),
@@ -472,7 +473,7 @@ def test_what_is_no_command_that_proposes(command: str, tmp_path: Path, monkeypa
 
 def test_a_night_leaves_no_copy_of_the_package(lab: Lab, tmp_path: Path) -> None:
     program = tmp_path / "propose.py"
-    program.write_text("""open("proposal.json", "w").write('{"fields": {"optim.head.lr": -1.0}}')""")
+    program.write_text("""open("proposal.json", "w").write('{"fields": {"optim.vector.lr": 1.0}}')""")
     with formula():
         propose = agent(shlex.join([sys.executable, str(program)]), 60.0)
         run_night(lab, propose, experiments=1, say=quiet, judged=lambda one: None)
@@ -560,7 +561,7 @@ def test_results_in_autoresearchs_columns(lab: Lab) -> None:
     with formula():
         run_night(lab, in_order(*NIGHT), experiments=3, say=quiet, judged=lambda one: None)
     submit(lab, Proposal({"optim.head.lr": 9.0}))  # in flight: it has no line yet, and no verdict
-    tried(lab, fields={"optim.head.lr": -9.0})
+    tried(lab, fields={"optim.vector.lr": 9.0})
     header, *rows = (line.split("\t") for line in (lab.path / "results.tsv").read_text().splitlines())
     assert header == ["commit", "val_bpb", "memory_gb", "status", "description"]
     assert [(row[0], row[3]) for row in rows] == [

@@ -20,7 +20,10 @@ from gptlab.lab.experiments.runs import Variant
 from gptlab.lab.experiments.trial import BusyError, finish, measure, measure_baseline
 from gptlab.lab.workers.night import run_night
 
-NIGHT = tuple(Proposal({"optim.head.lr": rate}) for rate in (-1.0, 0.5, 1.5, -2.0, 1.0, 2.5, 2.0, -3.0))
+NIGHT = tuple(
+    Proposal({f"optim.{'vector' if worth < 0 else 'head'}.lr": abs(worth)})
+    for worth in (-1.0, 0.5, 1.5, -2.0, 1.0, 2.5, 2.0, -3.0)
+)
 
 
 @pytest.fixture(scope="module")
