@@ -161,7 +161,7 @@ def core_of_run(
 def with_own_tokenizer(config: RunConfig, run: RunDirectory) -> RunConfig:
     """With the run's copy of its tokenizer, where that is intact. One that was read from elsewhere may be gone, and
     another version of gptlab or of its library may learn other merges from the same text."""
-    if config.tokenizer.path is None and config.tokenizer.kind in ("gpt2", "byte"):
+    if config.tokenizer.path is None and config.tokenizer.kind != "bpe":
         return config
     with suppress(UserError):
         if run.recorded().get("tokenizer_fingerprint") in (None, load_tokenizer(run.tokenizer_path).fingerprint):
