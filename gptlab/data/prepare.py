@@ -42,8 +42,8 @@ from gptlab.runtime.files.plain_file import json_sha256
 from gptlab.runtime.records.console import Console, QuietConsole
 
 SIDES: tuple[Side, Side] = ("train", "val")
-TOKENS_VERSION = 1  # raise it when the same inputs give other files; and this one:
-TOKENIZER_VERSION = 2
+TOKENS_VERSION = 1  # raise it when the same inputs give other files
+TOKENIZER_VERSION = 2  # the same, for trained tokenizers
 BATCH_CHARACTERS = 8_000_000  # work for all cores for a while, and two batches of it in memory are little
 FINGERPRINT_DIGITS = 24  # 96 bits: no two caches of anybody collide
 TAIL_INSTEAD = "--data.split tail (gptlab data: --split tail) holds out the end of the text instead"

@@ -190,16 +190,16 @@ def _about_runs(sides: Sides) -> Iterator[str]:
 
 def _about_rows(sides: Sides) -> Iterator[str]:
     """Tokens that others made have documents only for packed rows; data_fingerprint then differs, and nothing else."""
+    same_text = (*_TEXT, "data.val_source")
     for a, b in itertools.combinations(_all(sides), 2):
-        rows, data, tokenizers = (
-            [run.fields.get("data.rows") for run in (a, b)],
-            *([run.provenance.get(f"{of}_fingerprint") for run in (a, b)] for of in ("data", "tokenizer")),
-        )
-        same_text = all(a.fields.get(name) == b.fields.get(name) for name in (*_TEXT, "data.val_source"))
-        if same_text and "packed" in rows and rows[0] != rows[1] and data[0] != data[1] and len({*tokenizers}) == 1:
+        rows = [run.fields.get("data.rows") for run in (a, b)]
+        data, tokenizers = ([run.provenance.get(f"{of}_fingerprint") for run in (a, b)] for of in ("data", "tokenizer"))
+        if "packed" not in rows or rows[0] == rows[1] or data[0] == data[1] or tokenizers[0] != tokenizers[1]:
+            continue
+        if all(a.fields.get(name) == b.fields.get(name) for name in same_text):
             yield (
-                f"data.rows is {rows[0]} and {rows[1]}: packed rows of these tokens validate each document by itself, "
-                "the others go on from one to the next"
+                f"data.rows is {rows[0]} and {rows[1]}: of these tokens, packed rows validate each document by itself, "
+                "and the others validate across documents"
             )
             return
 

@@ -203,6 +203,11 @@ MUTATIONS = [
         ["test_resume.py::test_a_damaged_checkpoint_takes_no_intact_ones_place"],
     ),
     Mutation(
+        "a damaged checkpoint does not count once it is saved again", "training/checkpoint/saver.py",
+        "damaged = damaged - {request.step}", "pass",
+        ["test_resume.py::test_a_damaged_checkpoint_that_is_saved_again_counts_again"],
+    ),
+    Mutation(
         "a resumed run learns its tokenizer again", "app/run/earlier_run.py",
         "with_own_tokenizer(config, run)", "config",
         ["test_train_on.py::test_a_run_keeps_its_tokenizer_where_another_would_be_learned"],

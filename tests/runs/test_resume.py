@@ -198,6 +198,15 @@ def test_a_damaged_checkpoint_takes_no_intact_ones_place(folder: Path) -> None:
     assert weights.read_bytes() == damaged
 
 
+def test_a_damaged_checkpoint_that_is_saved_again_counts_again(folder: Path) -> None:
+    run = folder / "saved-again"
+    train(folder, "saved-again", checkpoint__keep_last=2, checkpoint__keep_best=False)
+    weights = run / "checkpoints" / "step-00000012" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    assert command(["train", "--resume", run, "--checkpoint.keep-last", "1"])[0] == 0
+    assert [path.name[-2:] for path in list_checkpoints(run / "checkpoints")] == ["12"]
+
+
 def test_lost_checkpoints_are_no_reason_to_begin_anew(folder: Path) -> None:
     """Metrics that nobody can make again must not be cut off because somebody tidied up."""
     run = folder / "tidied"

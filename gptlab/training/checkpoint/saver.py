@@ -162,9 +162,9 @@ class CheckpointSaver(RunOutput):
     def _kept(self, state: TrainState, request: Request | None = None) -> dict[str, Any]:
         """What `retain` is to keep, once the checkpoint of this request is saved."""
         wanted, best, unscheduled = self.config.checkpoint, state.best_saved, self.unscheduled_steps
-        damaged = {*self.damaged_steps}
+        damaged = self.damaged_steps
         if request is not None:
-            damaged.discard(request.step)
+            damaged = damaged - {request.step}
             unscheduled = unscheduled - {request.step} if request.scheduled else unscheduled | {request.step}
         # A validation has found a loss of the newest weights. Otherwise the last good checkpoint must outlive it.
         proven = state.is_evaluated() and self.config.faults.spike_factor is None
