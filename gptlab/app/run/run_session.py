@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gptlab.app.run.attempt import Attempt, Result
-from gptlab.app.run.own_parts import own_parts_of
 from gptlab.app.run.ranks import require_same_implementations
 from gptlab.app.run.run_request import longer_command, next_steps, resume_command
 from gptlab.app.run.session import Session, open_session, require_agreement
@@ -40,7 +39,6 @@ from gptlab.training.checkpoint.saver import CheckpointSaver, RunOutput
 from gptlab.training.faults import TrainingFailed
 from gptlab.training.loop import evaluate_only, fit
 from gptlab.training.recorder import Recorder, Throughput, show_closing_block
-from gptlab.training.signals import Signals
 from gptlab.training.state import OffClock
 
 if TYPE_CHECKING:
@@ -219,7 +217,7 @@ def run_session(
     off_clock = OffClock(attempt.started)
     output = RunOutput(config, session.finish, run, console, metrics, off_clock, group)
     with metrics, state.loader, _saver(session, output) as saves:
-        record = _recorder(session, output, saves, attempt.signals)
+        record = _recorder(session, output, saves, attempt)
         try:
             compile_seconds = _warm_up(session, record, earlier)
             if resumed is None:
@@ -325,15 +323,16 @@ def _saver(session: Session, output: RunOutput) -> AbstractContextManager[Checkp
     return concurrent_saver(output, about_run, session.state.device if background else None)
 
 
-def _recorder(session: Session, output: RunOutput, saves: CheckpointSaver, signals: Signals) -> Recorder:
+def _recorder(session: Session, output: RunOutput, saves: CheckpointSaver, attempt: Attempt) -> Recorder:
     group, place, load = session.group, session.place, None
+    own = () if attempt.parts is None else attempt.parts.replacing
     if place.device.type == "cpu" and group.is_main:
         load = MachineLoad(place.threads, processes=group.world.local_size)
     peak = place.peak.flops_per_second
     throughput = Throughput(session.flops.total, None if peak is None else peak * group.size)
     return Recorder(
-        **vars(output), throughput=throughput, saves=saves, signals=signals, load=load,
-        resume_command=resume_command(output.run.path, own_parts_of(output.run.recorded())),
+        **vars(output), throughput=throughput, saves=saves, signals=attempt.signals, load=load,
+        resume_command=resume_command(output.run.path, own),
     )  # fmt: skip
 
 
