@@ -1,9 +1,7 @@
-// AMX in software: what its instructions compute, by the loops of Intel's manual (Software Developer's Manual, volume 2),
-// in place of the compiler's intrinsics. Included before a source that is compiled for a processor with AMX.
+// AMX in software: what its instructions compute, by the loops of Intel's manual (Software Developer's Manual, volume 2).
+// Included before a source that is compiled for a processor with AMX.
 
 #pragma once
-
-#include <immintrin.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -101,16 +99,10 @@ inline long system_call(long number, long request, long feature) {
 
 }  // namespace amx_emulation
 
-#undef _tile_loadconfig
-#undef _tile_release
-#undef _tile_zero
-#undef _tile_loadd
-#undef _tile_stored
-#undef _tile_dpbf16ps
-#define _tile_loadconfig(from) amx_emulation::load_sizes(from)
-#define _tile_release() amx_emulation::release()
-#define _tile_zero(to) amx_emulation::zero(to)
-#define _tile_loadd(to, from, stride) amx_emulation::load(to, from, stride)
-#define _tile_stored(from, to, stride) amx_emulation::store(from, to, stride)
-#define _tile_dpbf16ps(to, a, b) amx_emulation::multiply(to, a, b)
+#define AMX_SIZES(from) amx_emulation::load_sizes(&from)
+#define AMX_RELEASE() amx_emulation::release()
+#define AMX_ZERO(to) amx_emulation::zero(to)
+#define AMX_LOAD(to, from, row_bytes) amx_emulation::load(to, from, row_bytes)
+#define AMX_STORE(from, to, row_bytes) amx_emulation::store(from, to, row_bytes)
+#define AMX_ADD_PRODUCT(to, a, b) amx_emulation::multiply(to, a, b)
 #define syscall amx_emulation::system_call

@@ -25,7 +25,7 @@ struct Relu2 {
                     // AMX multiplies (docs/LOG.md, 2026-11-28)
         if constexpr (!std::is_same_v<T, float>) {
             constexpr float SMALLEST = 1.17549435e-38f;  // a normal number, so that the root of 0 is 0
-            const vec inverse = (vec)_mm512_rsqrt14_ps(_mm512_max_ps(_mm512_set1_ps(SMALLEST), (__m512)value));
+            const vec inverse = inverse_square_root(greater(all(SMALLEST), value));
             const vec root = value * inverse;  // to 6e-5 of it; Newton's method makes 5e-9 of that
             return root * (3.0f - root * inverse);
         }

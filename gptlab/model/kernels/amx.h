@@ -8,9 +8,18 @@
 
 #include "products.h"
 
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#ifndef AMX_LOAD  // tests compute these in software
+#define AMX_SIZES(sizes) asm volatile("ldtilecfg %0" ::"m"(sizes))
+#define AMX_RELEASE() asm volatile("tilerelease" ::)
+#define AMX_ZERO(to) asm volatile("tilezero %%tmm" #to ::)
+#define AMX_LOAD(to, from, row_bytes) asm volatile("tileloadd (%0,%1,1), %%tmm" #to ::"r"(from), "r"(row_bytes) : "memory")
+#define AMX_STORE(from, to, row_bytes) \
+    asm volatile("tilestored %%tmm" #from ", (%0,%1,1)" ::"r"(to), "r"(row_bytes) : "memory")
+#define AMX_ADD_PRODUCT(to, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #to ::)
+#endif
 
 namespace {
 
@@ -35,9 +44,9 @@ struct Registers {
             uint16_t row_bytes[16];
             uint8_t rows[16];
         } sizes = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-        _tile_loadconfig(&sizes);
+        AMX_SIZES(sizes);
     }
-    ~Registers() { _tile_release(); }
+    ~Registers() { AMX_RELEASE(); }
 };
 
 // C (32, 32) = A B, or C + A B. The unit A(i, k) is a[i * a_row + k % 16 + k / 16 * a_step]. What remains of the depth
@@ -49,30 +58,30 @@ __attribute__((noinline)) inline void amx_tile(long depth, const unit* a, long a
     const long a_bytes = a_row * sizeof(unit), b_bytes = b_row * sizeof(unit), c_bytes = c_row * sizeof(float);
     float* low = c + AMX * c_row;
     if (add) {
-        _tile_loadd(0, c, c_bytes);
-        _tile_loadd(1, c + AMX, c_bytes);
-        _tile_loadd(2, low, c_bytes);
-        _tile_loadd(3, low + AMX, c_bytes);
+        AMX_LOAD(0, c, c_bytes);
+        AMX_LOAD(1, c + AMX, c_bytes);
+        AMX_LOAD(2, low, c_bytes);
+        AMX_LOAD(3, low + AMX, c_bytes);
     } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        AMX_ZERO(0);
+        AMX_ZERO(1);
+        AMX_ZERO(2);
+        AMX_ZERO(3);
     }
     for (; depth >= AMX; depth -= AMX, a += a_step, b += AMX * b_row) {
-        _tile_loadd(4, a, a_bytes);
-        _tile_loadd(5, a + AMX * a_row, a_bytes);
-        _tile_loadd(6, b, b_bytes);
-        _tile_loadd(7, b + AMX, b_bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        AMX_LOAD(4, a, a_bytes);
+        AMX_LOAD(5, a + AMX * a_row, a_bytes);
+        AMX_LOAD(6, b, b_bytes);
+        AMX_LOAD(7, b + AMX, b_bytes);
+        AMX_ADD_PRODUCT(0, 4, 6);
+        AMX_ADD_PRODUCT(1, 4, 7);
+        AMX_ADD_PRODUCT(2, 5, 6);
+        AMX_ADD_PRODUCT(3, 5, 7);
     }
-    _tile_stored(0, c, c_bytes);
-    _tile_stored(1, c + AMX, c_bytes);
-    _tile_stored(2, low, c_bytes);
-    _tile_stored(3, low + AMX, c_bytes);
+    AMX_STORE(0, c, c_bytes);
+    AMX_STORE(1, c + AMX, c_bytes);
+    AMX_STORE(2, low, c_bytes);
+    AMX_STORE(3, low + AMX, c_bytes);
     constexpr int ROWS = 8;
     for (long i = 0; depth > 0 && i < AMX_TILE; i += ROWS)
         tile<ROWS, AMX_TILE / W, true>(depth, a + i * a_row, a_row, 1, b, b_row, c + i * c_row, c_row);

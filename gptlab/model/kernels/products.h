@@ -23,11 +23,22 @@ inline void store(pair* to, vec units) { store(reinterpret_cast<float*>(to), uni
 
 inline vec all(pair x) { return (vec)(x - wide_bits{}); }
 
+// Has v loaded now, and once: compilers would load it again for each product, and two loads take as long as two products.
+inline vec in_register(vec v) {
+#ifdef __x86_64__  // elsewhere no product reads memory
+    asm("" : "+v"(v));
+#endif
+    return v;
+}
+
 inline vec add_products(vec sum, vec a, vec b, float) { return sum + a * b; }
 
 inline vec add_products(vec sum, vec a, vec b, pair) {
 #if defined(__AVX512BF16__)
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    // Otherwise GCC 12 moves one of the sums to another register and back, in every round of the loop.
+    a = in_register(a);
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     return (vec)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
 #else
@@ -35,14 +46,6 @@ inline vec add_products(vec sum, vec a, vec b, pair) {
     const auto second = [](vec v) { return (vec)((bits)v & (int32_t)0xffff0000); };
     return sum + second(a) * second(b) + first(a) * first(b);
 #endif
-}
-
-// Has v loaded now, and once: compilers would load it again for each product, and two loads take as long as two products.
-inline vec in_register(vec v) {
-#ifdef __x86_64__  // elsewhere no product reads memory
-    asm("" : "+v"(v));
-#endif
-    return v;
 }
 
 // C (M, N vectors) = the sum over k < depth of A(:, k) B(k, :), or what C holds and that sum (ADD). The unit A(i, k) is

@@ -15,9 +15,7 @@ inline int omp_get_num_threads() { return 1; }
 #include <type_traits>
 #include <utility>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
 #include <arm_neon.h>
 #endif
 
@@ -50,8 +48,10 @@ typedef uint16_t half_vec __attribute__((vector_size(W * sizeof(uint16_t))));
 typedef uint32_t wide_bits __attribute__((vector_size(W * sizeof(uint32_t))));
 
 inline wide_bits in_low_halves(half_vec v) {
-#ifdef __AVX512F__  // of the other form GCC 12 makes three instructions
-    return (wide_bits)_mm512_cvtepu16_epi32((__m256i)v);
+#if defined(__AVX512F__) && !defined(__clang__)  // of the other form GCC 12 makes three instructions
+    wide_bits y;
+    asm("vpmovzxwd %1, %0" : "=v"(y) : "vm"(v));
+    return y;
 #else
     return __builtin_convertvector(v, wide_bits);
 #endif
@@ -62,10 +62,13 @@ inline vec widen(half_vec v) { return (vec)(in_low_halves(v) << 16); }
 // To the nearest, of two the even one; NaN stays NaN. AVX512-BF16's own instruction makes 0 of what is below 1.2e-38.
 inline half_vec narrow(vec v) {
 #ifdef __AVX512BF16__
-    return (half_vec)_mm512_cvtneps_pbh((__m512)v);
-#endif
+    half_vec y;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(y) : "v"(v));
+    return y;
+#else
     const wide_bits given = (wide_bits)v, rounded = given + (0x7fff + (given >> 16 & 1)), is_nan = (wide_bits)(v != v);
     return __builtin_convertvector(((rounded & ~is_nan) | ((given | 0x400000) & is_nan)) >> 16, half_vec);
+#endif
 }
 
 inline vec load(const bfloat16* from) {
@@ -144,14 +147,53 @@ inline vec polynomial(vec x, float highest, More... more) {
     return p;
 }
 
+// Instructions of AVX-512. By their names, since GCC 12 takes a quarter of the time for a source to read <immintrin.h>
+// (docs/LOG.md, 2026-11-29).
+#ifdef __AVX512F__
+// The greater of two; b where one is NaN.
+inline vec greater(vec a, vec b) {
+    vec y;
+    asm("vmaxps %2, %1, %0" : "=v"(y) : "v"(a), "v"(b));
+    return y;
+}
+
+inline vec nearest_integer(vec x) {
+    vec y;
+    asm("vrndscaleps $0, %1, %0" : "=v"(y) : "v"(x));
+    return y;
+}
+
+// x 2^floor(n)
+inline vec times_power_of_two(vec x, vec n) {
+    vec y;
+    asm("vscalefps %2, %1, %0" : "=v"(y) : "v"(x), "v"(n));
+    return y;
+}
+
+// 1 / sqrt(x), to 2^-14 of it.
+inline vec inverse_square_root(vec x) {
+    vec y;
+    asm("vrsqrt14ps %1, %0" : "=v"(y) : "v"(x));
+    return y;
+}
+#endif
+#ifdef __AVX512DQ__
+// x - floor(x)
+inline vec fraction(vec x) {
+    vec y;
+    asm("vreduceps $1, %1, %0" : "=v"(y) : "v"(x));
+    return y;
+}
+#endif
+
 // 2^n, of the low bits of n + 1.5 * 2^23.
 inline vec power_of_two(vec shifted) { return (vec)(((bits)shifted << 23) + (127 << 23)); }
 
 // exp(x) for x up to 88, 0 far below 0, NaN for NaN. Polynomial: Cephes, expf.c.
 inline vec exponential(vec x) {
 #ifdef __AVX512F__
-    x = (vec)_mm512_max_ps(_mm512_set1_ps(-104), (__m512)x);  // of which exp is 0; NaN, the second one, stays
-    const vec n = (vec)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
+    x = greater(all(-104.0f), x);  // of which exp is 0; NaN, the second one, stays
+    const vec n = nearest_integer(x * 1.44269504088896341f);
 #else
     const vec lowest = all(-87.33f);
     const bits vanishes = x < lowest;
@@ -164,7 +206,7 @@ inline vec exponential(vec x) {
                        5.0000001201e-1f);
     p = p * r * r + r + 1.0f;
 #ifdef __AVX512F__
-    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+    return times_power_of_two(p, n);
 #else
     return select(vanishes, vec{}, p * power_of_two(shifted));  // not a sum of exponents: NaN stays NaN
 #endif
@@ -175,7 +217,7 @@ inline vec exponential(vec x) {
 // processors round differently near them.
 inline vec coarse_power_of_two(vec x) {
 #ifdef __AVX512DQ__
-    const vec r = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
+    const vec r = fraction(x);
 #else
     const vec lowest = all(-126.0f);
     const bits vanishes = x < lowest;
@@ -185,7 +227,7 @@ inline vec coarse_power_of_two(vec x) {
 #endif
     const vec p = polynomial(r, 1.355574653e-2f, 5.203237013e-2f, 2.413797625e-1f, 6.930321208e-1f, 1.0f);
 #ifdef __AVX512DQ__
-    return (vec)_mm512_scalef_ps((__m512)p, (__m512)x);
+    return times_power_of_two(p, x);
 #else
     return select(vanishes, vec{}, p * power_of_two(shifted));  // not a sum of exponents: NaN stays NaN
 #endif
