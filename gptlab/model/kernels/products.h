@@ -35,7 +35,7 @@ inline vec add_products(vec sum, vec a, vec b, float) { return sum + a * b; }
 
 inline vec add_products(vec sum, vec a, vec b, pair) {
 #if defined(__AVX512BF16__)
-    // Otherwise GCC 12 moves one of the sums to another register and back, in every round of the loop.
+    // Without `in_register`, GCC 12 moves one of the sums to another register and back in each iteration of the loop.
     a = in_register(a);
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
     return sum;

@@ -147,7 +147,7 @@ inline vec polynomial(vec x, float highest, More... more) {
     return p;
 }
 
-// Instructions of AVX-512. By their names, since GCC 12 takes a quarter of the time for a source to read <immintrin.h>
+// Instructions of AVX-512, by name: without <immintrin.h>, GCC 12 compiles a source in three quarters of the time
 // (docs/LOG.md, 2026-11-29).
 #ifdef __AVX512F__
 // The greater of two; b where one is NaN.
