@@ -230,7 +230,7 @@ MUTATIONS = [
     ),
     Mutation(
         "products of many columns repeat the first ones", "model/kernels/panels.h",
-        "panels + (c + i) * depth, products + i, ROW", "panels + i * depth, products + i, ROW",
+        "panels + (c + i) * depth + k * NR", "panels + i * depth + k * NR",
         ["test_fused_kernels.py::test_linear", "test_fused_kernels.py::test_mlp",
          "test_fused_kernels.py::test_capped_logits"],
     ),
@@ -256,7 +256,17 @@ MUTATIONS = [
     ),
     Mutation(
         "AMX keeps the last units of a deep product only", "model/kernels/panels.h",
-        "amx_tile(n, a, a_row, 16, b, NR, k > 0,", "amx_tile(n, a, a_row, 16, b, NR, false,",
+        "amx_tile(n, a, a_row, 16, b, NR, add || k > 0,", "amx_tile(n, a, a_row, 16, b, NR, false,",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "AMX takes the first units of rows again in a deep product", "model/kernels/panels.h",
+        "rows + block * a_row + k, a_row", "rows + block * a_row, a_row",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "AMX puts the products of all rows in the first ones", "model/kernels/panels.h",
+        "at(block + r, c + i, n", "at(r, c + i, n",
         ["test_other_processors.py::test_amx_computes_the_same"],
     ),
     Mutation(

@@ -19,6 +19,8 @@ namespace {
 // A slice has so many logits, or so many rows: for each slice, all of the weights' gradient is read and written.
 constexpr long SLICE_LOGITS = 1 << 22, SLICE_ROWS = 256;
 
+constexpr long HEAD_ROWS = BY_AMX ? 64 : HEIGHT;  // whose logits are in the cache at a time
+
 // The loss in nats of a row of logits before the softcap, and its gradient with respect to them, which may begin where they
 // do. Entries from `vocab` on are padding. A negative target does not count. cap = 0: none. room: for `vocab` numbers.
 template <class L>
@@ -83,8 +85,8 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
     const auto xs = room<unit>(inputs * units_of(slice) * NR);                 // a slice of x
     const auto dzs = room<unit>(round_up(s.entries, LEFT) * units_of(slice));  // the gradients of its logits
     const int most = team(s.rows * s.entries, threads);
-    const Rooms<float> all_logits(most, HEIGHT * z_row), of_rows(most, s.entries);
-    const Rooms<unit> all_rows(most, HEIGHT * width);
+    const Rooms<float> all_logits(most, HEAD_ROWS * z_row), of_rows(most, s.entries);
+    const Rooms<unit> all_rows(most, HEAD_ROWS * width);
     Tasks tasks(most);
 #pragma omp parallel num_threads(most)
     {
@@ -101,11 +103,11 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
             const long here = std::min(slice, s.rows - first), units = depth_of(here);
             pack_outer<NR>(x + first * s.width, s.width, here, s.width, depth_share(units, thread, n_threads), units,
                            x_left, xs.get());
-            row_blocks(tasks, here, [&](long row, long height) {
+            row_blocks<HEAD_ROWS>(tasks, here, [&](long row, long height) {
                 const long n = tiles_of(height), r0 = first + row;
                 pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows);
                 for (long j = 0; j < panels; j++)
-                    multiply_panel(n, width, rows, width, up.get() + j * width * NR, logits + j * NR, z_row);
+                    multiply_panel(n, width, rows, width, up.get() + j * width * NR, false, logits + j * NR, z_row);
                 for (long r = 0; r < height; r++)
                     nats[r0 + r] = loss_row(logits + r * z_row, dz + r * dz_row, targets[r0 + r], dz_columns,
                                             s.vocab, s.cap, of_row);
@@ -123,11 +125,11 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
 // in the first cache: where panels are of pairs, which are half as large, fewer rows share one. It saves 2 to 7% of
 // quickstart's validation (docs/LOG.md, 2026-11-25).
 void capped_logits(const Head& s, const real* x, const float* weight, float* z, int threads) {
-    constexpr long AT_ONCE = PAIRS ? TILES / 2 : TILES;
+    constexpr long AT_ONCE = (PAIRS ? HEAD_ROWS / 2 : HEAD_ROWS) / MR;
     const long width = units_of(s.width), panels = panels_of(s.vocab);
     const auto up = room<unit>(panels * width * NR);  // the transposed weights
     const int most = team(s.rows * s.vocab, threads);
-    const Rooms<unit> all_rows(most, HEIGHT * width);
+    const Rooms<unit> all_rows(most, HEAD_ROWS * width);
 #pragma omp parallel num_threads(most)
     {
         const long thread = omp_get_thread_num(), n_threads = omp_get_num_threads();
@@ -165,8 +167,8 @@ void head_nats(const Head& s, const real* x, const float* weight, const int64_t*
     const long width = units_of(s.width), panels = panels_of(s.vocab), z_row = panels * NR + NR;
     const auto up = room<unit>(panels * width * NR);  // the transposed weights
     const int most = team(s.rows * s.vocab, threads);
-    const Rooms<unit> all_rows(most, HEIGHT * width);
-    const Rooms<float> all_logits(most, HEIGHT * z_row);
+    const Rooms<unit> all_rows(most, HEAD_ROWS * width);
+    const Rooms<float> all_logits(most, HEAD_ROWS * z_row);
     Tasks tasks(most);
 #pragma omp parallel num_threads(most)
     {
@@ -176,11 +178,11 @@ void head_nats(const Head& s, const real* x, const float* weight, const int64_t*
         float* logits = all_logits.own();
         pack_transposed(weight, s.vocab, s.width, Share(panels, thread, n_threads), up.get());
 #pragma omp barrier
-        row_blocks(tasks, s.rows, [&](long r0, long height) {
+        row_blocks<HEAD_ROWS>(tasks, s.rows, [&](long r0, long height) {
             const long n = tiles_of(height);
             pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows);
             for (long j = 0; j < panels; j++)
-                multiply_panel(n, width, rows, width, up.get() + j * width * NR, logits + j * NR, z_row);
+                multiply_panel(n, width, rows, width, up.get() + j * width * NR, false, logits + j * NR, z_row);
             for (long r = 0; r < height; r++) {
                 float* z = logits + r * z_row;
                 nats[r0 + r] = loss_after_softcap(targets[r0 + r], s.vocab, z, [=, cap = s.cap](long i, auto n) {

@@ -20,7 +20,7 @@ namespace {
 // 4,096 rows made an MLP's backward pass in float32 take 1.15 to 1.36 times as long. In bfloat16 few rows take 1 to 2%
 // longer on Zen 5 (docs/LOG.md, 2026-11-25 and 2026-11-26). By AMX, whose products wait for what is not in that cache,
 // slices of 4,096 rows made it take 1.27 times as long as slices of 512 (2026-11-28).
-constexpr long SLICE_ELEMENTS = BY_AMX ? 1 << 18 : 1 << 22, SLICE_ROWS = 256;
+constexpr long SLICE_ELEMENTS = BY_AMX ? 1 << 18 : 1 << 22, SLICE_ROWS = BY_AMX ? 512 : 256;
 constexpr long SUMMED_ROWS = PAIRS ? LONG_MAX : 10 * HEIGHT;
 
 long slice_of(long rows, long width, int threads) {

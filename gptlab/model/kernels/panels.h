@@ -11,6 +11,7 @@
 #include "scratch.h"
 #include "tasks.h"
 
+#include <climits>
 #include <numeric>
 
 namespace {
@@ -27,26 +28,25 @@ constexpr int NR = W * NV;
 constexpr long DEPTH = 16384 / NR;  // units of a panel that stay in a core's cache: 64 KiB
 
 constexpr int MR = BY_AMX ? 32 : VECTOR_ROWS;
-constexpr long HEIGHT = BY_AMX ? 64 : 48;  // rows that share a panel while it is there
-constexpr long TILES = HEIGHT / MR;
+constexpr long HEIGHT = BY_AMX ? 128 : 48;  // rows that all panels are multiplied by before the next ones
 // Columns of a left operand's panel, as few as whole tiles and vectors permit: a tile reads MR of them, and the cache loads
 // the lines of all.
 constexpr long LEFT = std::lcm(MR, W);
-// Columns of a product that are computed before they are used: whole panels. In bfloat16 more than one gains nothing (Zen
-// 5; docs/LOG.md, 2026-11-27).
-constexpr long SPAN = PAIRS ? NR : 512;
+// Rows and columns of a product that are computed before they are used, and units that are multiplied at a time. In
+// bfloat16 more than one panel gains nothing by vectors (Zen 5; docs/LOG.md, 2026-11-27). By AMX, 24 KiB of rows stay in
+// the first cache while four panels pass: its tiles take operands faster than the second cache gives them (2026-11-29).
+constexpr long BLOCK = BY_AMX ? 64 : HEIGHT, SPAN = BY_AMX ? 4 * NR : PAIRS ? NR : 512, AT_ONCE = BY_AMX ? 96 : LONG_MAX;
 static_assert(HEIGHT % MR == 0 && MR % 2 == 0, "panels have whole tiles and vectors, and tiles whole units");
 
 inline long panels_of(long columns) { return (columns + NR - 1) / NR; }
 
 inline long tiles_of(long rows) { return (rows + MR - 1) / MR; }
 
-// body(row, height) for the rows of a product, as many at a time as share a panel; fewer where threads would get less than
-// four such tasks.
-template <class Body>
+// body(row, height) for the rows of a product, MOST at a time; fewer where threads would get less than four such tasks.
+template <long MOST = HEIGHT, class Body>
 void row_blocks(Tasks& tasks, long rows, Body body) {
     const long tiles = tiles_of(rows), threads = omp_get_num_threads();
-    const long at_once = MR * std::clamp(tiles / (4 * threads), 1L, TILES);
+    const long at_once = MR * std::clamp(tiles / (4 * threads), 1L, MOST / MR);
     tasks.each((rows + at_once - 1) / at_once, [&](long task) {
         const long row = task * at_once;
         body(row, std::min(at_once, rows - row));
@@ -94,16 +94,17 @@ void pack_rows(const real* matrix, long stride, long rows, long width, long tile
     std::fill_n(to + kept * depth, (tiles * MR - kept) * depth, unit());
 }
 
-// c (tiles * MR, NR) = rows (tiles * MR, depth), which are a_row units apart, times a panel.
-void multiply_panel(long tiles, long depth, const unit* rows, long a_row, const unit* panel, float* c, long c_row) {
+// c (tiles * MR, NR) = rows (tiles * MR, depth), which are a_row units apart, times a panel; or added to what it holds.
+void multiply_panel(long tiles, long depth, const unit* rows, long a_row, const unit* panel, bool add, float* c,
+                    long c_row) {
     for (long k = 0; k < depth; k += DEPTH) {
         const long n = std::min(DEPTH, depth - k);
         for (long i = 0; i < tiles; i++) {
             const unit *a = rows + i * MR * a_row + k, *b = panel + k * NR;
             float* to = c + i * MR * c_row;
             if constexpr (BY_AMX)
-                amx_tile(n, a, a_row, 16, b, NR, k > 0, to, c_row);
-            else if (k == 0)
+                amx_tile(n, a, a_row, 16, b, NR, add || k > 0, to, c_row);
+            else if (!add && k == 0)
                 tile<MR, NV, false>(n, a, a_row, 1, b, NR, to, c_row);
             else
                 tile<MR, NV, true>(n, a, a_row, 1, b, NR, to, c_row);
@@ -120,14 +121,17 @@ void multiply_panel(long tiles, long depth, const unit* rows, long a_row, const 
 template <class At>
 void multiply(long height, long depth, const unit* rows, long a_row, const unit* panels, long columns, At at) {
     constexpr long ROW = SPAN + NR;  // rows that are a power of two apart would share few places of the cache
-    alignas(64) float products[HEIGHT * ROW];
-    for (long c = 0; c < columns; c += SPAN) {
-        const long here = std::min(SPAN, columns - c);
-        for (long i = 0; i < here; i += NR)
-            multiply_panel(tiles_of(height), depth, rows, a_row, panels + (c + i) * depth, products + i, ROW);
-        for (long r = 0; r < height; r++)
-            vectors(here, [&](long i, auto n) { at(r, c + i, n, load(products + r * ROW + i)); });
-    }
+    alignas(64) float products[BLOCK * ROW];
+    for (long c = 0; c < columns; c += SPAN)
+        for (long block = 0; block < height; block += BLOCK) {
+            const long wide = std::min(SPAN, columns - c), tall = std::min(BLOCK, height - block);
+            for (long k = 0; k < depth; k += std::min(AT_ONCE, depth))
+                for (long i = 0; i < wide; i += NR)
+                    multiply_panel(tiles_of(tall), std::min(AT_ONCE, depth - k), rows + block * a_row + k, a_row,
+                                   panels + (c + i) * depth + k * NR, k > 0, products + i, ROW);
+            for (long r = 0; r < tall; r++)
+                vectors(wide, [&](long i, auto n) { at(block + r, c + i, n, load(products + r * ROW + i)); });
+        }
 }
 
 // Units along rows that are the depth of a product: by AMX whole registers of them.

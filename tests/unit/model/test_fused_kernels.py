@@ -397,7 +397,9 @@ def test_a_kernel_computes_the_whole_head(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [None, 2.0])
-@pytest.mark.parametrize(("rows", "width", "vocab", "padded"), [(1, 1, 1, 1), (37, 25, 45, 51), (50, 300, 70, 70)])
+@pytest.mark.parametrize(
+    ("rows", "width", "vocab", "padded"), [(1, 1, 1, 1), (37, 25, 45, 51), (50, 300, 70, 70), (3, 20, 530, 530)]
+)
 def test_capped_logits(rows: int, width: int, vocab: int, padded: int, cap: float | None, dtype: torch.dtype) -> None:
     """Of numbers in `dtype`; sums of up to 300 products, up to 60, are float32: 14 roundings of the largest. In
     bfloat16, the softcap's exponential is exact to 4e-6 of it, which moves a logit by half the cap times that."""
