@@ -19,7 +19,8 @@ namespace {
 // Few rows stay in the second cache, where a thread reads them again and again. On Zen 3, where it is small, slices of
 // 4,096 rows made an MLP's backward pass in float32 take 1.15 to 1.36 times as long. In bfloat16 few rows take 1 to 2%
 // longer on Zen 5 (docs/LOG.md, 2026-11-25 and 2026-11-26). By AMX, whose products wait for what is not in that cache,
-// slices of 4,096 rows made it take 1.27 times as long as slices of 512 (2026-11-28).
+// slices of 4,096 rows made it take 1.27 times as long as slices of 512 (2026-11-28), and slices of 256 rows of a hidden
+// layer of 1,536, for each of which weights and their gradients are read, 1.17 times (2026-11-29).
 constexpr long SLICE_ELEMENTS = BY_AMX ? 1 << 18 : 1 << 22, SLICE_ROWS = BY_AMX ? 512 : 256;
 constexpr long SUMMED_ROWS = PAIRS ? LONG_MAX : 10 * HEIGHT;
 

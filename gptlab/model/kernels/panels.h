@@ -35,7 +35,8 @@ constexpr long LEFT = std::lcm(MR, W);
 // Rows and columns of a product that are computed before they are used, and units that are multiplied at a time. In
 // bfloat16 more than one panel gains nothing by vectors (Zen 5; docs/LOG.md, 2026-11-27). By AMX, 24 KiB of rows stay in
 // the first cache while four panels pass: its tiles take operands faster than the second cache gives them (2026-11-29).
-constexpr long BLOCK = BY_AMX ? 64 : HEIGHT, SPAN = BY_AMX ? 4 * NR : PAIRS ? NR : 512, AT_ONCE = BY_AMX ? 96 : LONG_MAX;
+constexpr long BLOCK = BY_AMX ? 64 : HEIGHT, SPAN = BY_AMX ? 4 * NR : PAIRS ? NR : 512;
+constexpr long UNITS_AT_ONCE = BY_AMX ? 96 : LONG_MAX;
 static_assert(HEIGHT % MR == 0 && MR % 2 == 0, "panels have whole tiles and vectors, and tiles whole units");
 
 inline long panels_of(long columns) { return (columns + NR - 1) / NR; }
@@ -125,9 +126,9 @@ void multiply(long height, long depth, const unit* rows, long a_row, const unit*
     for (long c = 0; c < columns; c += SPAN)
         for (long block = 0; block < height; block += BLOCK) {
             const long wide = std::min(SPAN, columns - c), tall = std::min(BLOCK, height - block);
-            for (long k = 0; k < depth; k += std::min(AT_ONCE, depth))
+            for (long k = 0; k < depth; k += std::min(UNITS_AT_ONCE, depth))
                 for (long i = 0; i < wide; i += NR)
-                    multiply_panel(tiles_of(tall), std::min(AT_ONCE, depth - k), rows + block * a_row + k, a_row,
+                    multiply_panel(tiles_of(tall), std::min(UNITS_AT_ONCE, depth - k), rows + block * a_row + k, a_row,
                                    panels + (c + i) * depth + k * NR, k > 0, products + i, ROW);
             for (long r = 0; r < tall; r++)
                 vectors(wide, [&](long i, auto n) { at(block + r, c + i, n, load(products + r * ROW + i)); });
