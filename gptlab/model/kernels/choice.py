@@ -27,8 +27,8 @@ from gptlab.runtime.hardware.cpu import cpu_model
 
 # The library is chosen where it takes less than this share of the kernels' time, so that noise does not decide. On
 # two Zen 5 cores it takes 1.0 to 1.4 times as long in bfloat16 and twice as long in float32. On Intel processors with
-# AMX it is faster in float32 with wide models: where it takes 0.84 to 0.88 of the time here, whole steps take 0.87 to
-# 0.90 of theirs, and where it takes 0.91 to 0.96, 0.88 to 1.01 (docs/LOG.md, 2026-11-29).
+# AMX it is faster in float32 with wide models. Where it is timed here at 0.84 to 0.88 of the kernels' time, whole steps
+# take 0.87 to 0.90 of their time with it; where at 0.91 to 0.96, 0.88 to 1.01 (docs/LOG.md, 2026-11-29).
 CLEARLY = 0.92
 _ROUNDS = 5
 # After which no further round begins: one of GPT-2's takes a second, and the difference is then no noise.
