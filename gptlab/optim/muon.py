@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gptlab.config.optim import MuonConfig, UpdateScale
+from gptlab.model.kernels import ops
 from gptlab.optim.orthogonalize import orthogonalize
 
 
@@ -91,6 +92,9 @@ def orthogonal_update(
     scale = shape_scale(config.update_scale, *update.shape[-2:])
     if second_moments is None or config.normuon_beta2 is None:
         return update.mul_(scale)
+    if (kernels := ops.of_matrices(update, second_moments)) is not None:
+        kernels.even_out(update, second_moments, config.normuon_beta2, scale)
+        return update
     return update.mul_(neuron_scale(update, second_moments, config.normuon_beta2) * scale)
 
 
@@ -98,8 +102,13 @@ def with_decay(
     update: Tensor, weight: Tensor, weight_decay: Number, config: MuonConfig, rows: int, cols: int
 ) -> Tensor:
     """The update with its weight decay. Elementwise: `update` and `weight` may be any part of a matrix (rows, cols)."""
-    decay = weight_decay * shape_scale(config.update_scale, rows, cols) if config.scaled_decay else weight_decay
+    decay = weight_decay * decay_scale(config, rows, cols)
     return _sum(update, cautious(weight, update) if config.cautious_decay else weight, decay)
+
+
+def decay_scale(config: MuonConfig, rows: int, cols: int) -> float:
+    """The factor on the weight decay of a matrix of this shape."""
+    return shape_scale(config.update_scale, rows, cols) if config.scaled_decay else 1.0
 
 
 def _sum(x: Tensor, y: Tensor, factor: Number) -> Tensor:
@@ -110,6 +119,55 @@ def _sum(x: Tensor, y: Tensor, factor: Number) -> Tensor:
 def kept_unless(made: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
     """`new`; `old` where `made` (0-d bool) is False, whatever `new` is."""
     return new if made is None else torch.where(made, new, old)
+
+
+def _is_made(made: Tensor | None) -> bool:
+    """Asked on CPUs only: to wait for a GPU's answer would hold up the next step."""
+    return made is None or bool(made)
+
+
+# --- what a step does to some matrices of one shape, or to the same rows of each: `Muon` and `ShardedMuon`
+
+
+def move_means(
+    means: list[Tensor], gradients: list[Tensor], momentum: Number, nesterov: bool, made: Tensor | None
+) -> Tensor:
+    """Move the running means of the gradients; returns what is to be orthogonalized, (n, rows, cols). `made` (0-d
+    bool), here and below: where False, nothing moves."""
+    if (kernels := ops.of_matrices(*means)) is not None and _is_made(made):
+        return cast(Tensor, kernels.directions(means, gradients, momentum, nesterov))
+    old = torch.stack(means)
+    # A mean that moves towards itself stays, and what follows is finite.
+    new, directions = direction(old, kept_unless(made, torch.stack(gradients), old), momentum, nesterov)
+    torch._foreach_copy_(means, new.unbind())
+    return directions
+
+
+def make_updates(
+    directions: Tensor, second_moments: list[Tensor], config: MuonConfig, compute_dtype: torch.dtype,
+    made: Tensor | None, orthogonal_update: Callable[..., Tensor] = orthogonal_update,
+) -> Tensor:  # fmt: skip
+    """`orthogonal_update` of whole matrices; moves the second moment of each. No moments without NorMuon."""
+    new = torch.stack(second_moments) if second_moments else None
+    update = orthogonal_update(directions, new, config, compute_dtype)
+    if new is not None:
+        torch._foreach_copy_(second_moments, kept_unless(made, new, torch.stack(second_moments)).unbind())
+    return update
+
+
+def step_weights(
+    weights: list[Tensor], updates: Tensor, lr: Number, weight_decay: Number, config: MuonConfig,
+    shape: tuple[int, int], made: Tensor | None,
+) -> None:  # fmt: skip
+    """Apply updates (n, rows here, cols) to rows of matrices of this shape."""
+    if (kernels := ops.of_matrices(*weights)) is not None and _is_made(made):
+        decay = weight_decay * decay_scale(config, *shape)
+        kernels.step(weights, updates.unbind(), lr, decay, config.cautious_decay)
+        return
+    old = torch.stack(weights)
+    if config.weight_decay > 0.0:
+        updates = with_decay(updates, old, weight_decay, config, *shape)
+    torch._foreach_copy_(weights, kept_unless(made, _sum(old, updates, -lr), old).unbind())
 
 
 class Stack(NamedTuple):
@@ -127,11 +185,9 @@ def updated(
     stack: Stack, gradients: Tensor, rates: Sequence[Number], config: MuonConfig, compute_dtype: torch.dtype,
     made: Tensor | None,
 ) -> Stack:  # fmt: skip
-    """The next stack. `rates`: learning rate, momentum, weight decay. `made` (0-d bool): where False, the stack as it
-    is."""
+    """The next stack, for torch.compile: as one function of its own. `rates`: learning rate, momentum, weight decay."""
     lr, momentum, weight_decay = rates
     weights, second_moments = stack.weights, None if stack.second_moments is None else stack.second_moments.clone()
-    # A mean that moves towards itself stays, and what follows is finite.
     gradients = kept_unless(made, gradients, stack.means)
     means, to_orthogonalize = direction(stack.means, gradients, momentum, config.nesterov)
     update = orthogonal_update(to_orthogonalize, second_moments, config, compute_dtype)
@@ -170,7 +226,8 @@ class Muon:
         self.row_splits = {name: given.get(name, (len(p),)) for name, p in parameters.items()}
         self._config = config
         self._compute_dtype = compute_dtype
-        self._updated: Callable[..., Stack] = updated
+        self._updated: Callable[..., Stack] | None = None
+        """`updated`, compiled."""
         self._state: dict[str, Tensor] = {}
         self._stacks: dict[tuple[int, int], list[Matrix]] = {}
         """By shape."""
@@ -208,13 +265,19 @@ class Muon:
         matrices, config = self._stacks.get(shape, []), self._config
         if not matrices:
             return
-        old = [one.weight for one in matrices], [one.momentum for one in matrices]
+        weights, means = [one.weight for one in matrices], [one.momentum for one in matrices]
+        gradients = [one.gradient for one in matrices]
         seconds = [one.second_moment for one in matrices if one.second_moment is not None]
-        stack = Stack(torch.stack(old[0]), torch.stack(old[1]), torch.stack(seconds) if seconds else None)
-        rates = config.lr * lr_scale, momentum, config.weight_decay * weight_decay_scale
-        gradients = torch.stack([one.gradient for one in matrices])
-        new = self._updated(stack, gradients, rates, config, self._compute_dtype, made)
-        for live, stacked in zip((*old, seconds), new, strict=True):
+        lr, weight_decay = config.lr * lr_scale, config.weight_decay * weight_decay_scale
+        if self._updated is None:
+            directions = move_means(means, gradients, momentum, config.nesterov, made)
+            update = make_updates(directions, seconds, config, self._compute_dtype, made)
+            step_weights(weights, update, lr, weight_decay, config, shape, made)
+            return
+        stack = Stack(torch.stack(weights), torch.stack(means), torch.stack(seconds) if seconds else None)
+        rates = lr, momentum, weight_decay
+        new = self._updated(stack, torch.stack(gradients), rates, config, self._compute_dtype, made)
+        for live, stacked in zip((weights, means, seconds), new, strict=True):
             if stacked is not None:
                 torch._foreach_copy_(live, stacked.unbind(0))
 
@@ -222,7 +285,7 @@ class Muon:
         """Fuse the update of a stack; None: no longer. Its rates then are 0-d tensors, so that nothing is compiled
         again as they move."""
         if compiled is None:
-            self._updated = updated
+            self._updated = None
             return
         function = compiled(updated)
 

@@ -8,10 +8,13 @@ Newton-Schulz, for singular values down to 1/250 of the Frobenius norm; smaller 
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from gptlab.config.optim import Orthogonalizer
+from gptlab.model.kernels import ops
 
 Coefficients = tuple[float, float, float]
 
@@ -58,6 +61,8 @@ def orthogonalize(stack: Tensor, backend: Orthogonalizer, iterations: int = 5, *
 def _iterate(
     stack: Tensor, coefficients: tuple[Coefficients, ...], norm: tuple[float, float], dtype: torch.dtype
 ) -> Tensor:
+    if (kernels := ops.orthogonalization(stack, dtype)) is not None:
+        return cast(Tensor, kernels.orthogonalize(stack, coefficients, norm, dtype))
     factor, addend = norm
     x = stack / (torch.linalg.matrix_norm(stack, keepdim=True) * factor + addend)
     x = x.to(dtype).reshape(-1, *stack.shape[-2:])

@@ -122,7 +122,7 @@ MUTATIONS = [
     # --- Muon
     Mutation(
         "Muon's rate ignores the schedule", "optim/muon.py",
-        "rates = config.lr * lr_scale, momentum", "rates = config.lr, momentum",
+        "lr, weight_decay = config.lr * lr_scale,", "lr, weight_decay = config.lr,",
         ["test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat",
          "test_muon.py::test_against_modded_nanogpt"],
     ),
@@ -155,7 +155,7 @@ MUTATIONS = [
     ),
     Mutation(
         "decay never grows with sqrt(rows / cols)", "optim/muon.py",
-        "if config.scaled_decay else weight_decay", "if False else weight_decay",
+        "if config.scaled_decay else 1.0", "if False else 1.0",
         ["test_muon.py::test_scaled_decay_by_hand",
          "test_combined_optimizer.py::test_against_the_rules_of_autoresearch_and_nanochat"],
         ["Its form evens out neurons"],
@@ -236,8 +236,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the norm's kernel takes gradients for contiguous", "model/kernels/ops.py",
-        "x.dtype == torch.float32 and x.is_contiguous() for x", "x.dtype == torch.float32 for x",
-        ["test_gradient_norm.py::test_gradients_of_other_types_and_layouts"],
+        "x.dtype == torch.float32 and x.is_contiguous() and impl", "x.dtype == torch.float32 and impl",
+        ["test_gradient_norm.py::test_gradients_of_other_types_and_layouts",
+         "test_muon_kernel.py::test_kernels_take_what_they_are_made_for"],
     ),
     Mutation(
         "gradients are clipped one by one", "optim/gradient_norm.py",
@@ -269,6 +270,42 @@ MUTATIONS = [
         "3.285753657755655", "3.258753657755655",
         ["test_orthogonalize.py::test_polar_express_coefficients"],
         ["Muon at 0.04 on all matrices"],
+    ),
+    Mutation(
+        "the kernel's Nesterov direction is the mean", "model/kernels/muon_kernel.cpp",
+        "nesterov ? now + (g - now) * share : now", "now",
+        ["test_muon_kernel.py::test_steps_are_those_of_float64"],
+    ),
+    Mutation(
+        "the kernel's decay takes all weights", "model/kernels/muon_kernel.cpp",
+        "cautious ? select(u * w >= 0.0f, w, vec{}) : w", "w",
+        ["test_muon_kernel.py::test_steps_are_those_of_float64"],
+    ),
+    Mutation(
+        "NorMuon's kernel evens out the columns of square matrices", "model/kernels/muon_kernel.cpp",
+        "by_row = rows >= columns", "by_row = rows > columns",
+        ["test_muon_kernel.py::test_steps_are_those_of_float64"],
+    ),
+    Mutation(
+        "NorMuon's kernel changes the size of the update", "model/kernels/muon_kernel.cpp",
+        "scale * std::sqrt(before) / std::max(std::sqrt(after), 1e-10)", "scale",
+        ["test_muon_kernel.py::test_steps_are_those_of_float64"],
+    ),
+    Mutation(
+        "the kernel divides by the norm without the factor of Polar Express", "model/kernels/muon_kernel.cpp",
+        "(float)std::sqrt(squares) * factor + addend", "(float)std::sqrt(squares) + addend",
+        ["test_muon_kernel.py::test_orthogonalize", "test_muon_kernel.py::test_a_column_by_hand"],
+    ),
+    Mutation(
+        "an update that must not be made is made by the kernels", "optim/muon.py",
+        "return made is None or bool(made)", "return True",
+        ["test_muon_kernel.py::test_an_update_that_is_not_made_changes_nothing"],
+    ),
+    Mutation(
+        "the iteration's kernel leaves out the last rows of a matrix", "model/kernels/muon_kernel.cpp",
+        "pack<NR>(x, k, n, k, Share(0, units_of(n)), units_of(n), panels);",
+        "pack<NR>(x, k, n, k, Share(0, units_of(n) - 1), units_of(n), panels);",
+        ["test_muon_kernel.py::test_orthogonalize"],
     ),
     Mutation(
         "matrices whose rows are shared are dealt out without regard to their cost", "training/parallel/fsdp_muon.py",

@@ -2,6 +2,7 @@
 
 #include "decode_kernel.cpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <deque>
 #include <vector>
@@ -43,6 +44,22 @@ struct Numbers {
     int64_t size;
 };
 void sum_of_squares(const Numbers*, long, double*, long);
+struct Polynomial {
+    float a, b, c;
+};
+struct Matrices {
+    float *first, *second, *third;
+    int64_t size;
+};
+struct Weights {
+    float* weights;
+    const float* updates;
+    int64_t size;
+};
+void orthogonalize(const float*, float*, long, long, long, const Polynomial*, long, float, float, long);
+void normuon(float*, float*, long, long, long, float, float, long);
+void muon_directions(const Matrices*, long, float, long, long);
+void muon_step(const Weights*, long, float, float, long, long);
 void look_up(const float*, const int64_t*, real*, long, long, long);
 void look_up_backward(const real*, const int64_t*, float*, long, long, long, long);
 }
@@ -190,6 +207,28 @@ void layer(long rows, long inputs, long outputs) {
     dx.print(), print(dweight.data(), outputs * inputs);
 }
 
+// Two matrices, whose shorter and longer sides are no whole tiles and units.
+void muon(long rows, long columns) {
+    const long count = 2, size = count * rows * columns;
+    float *means = numbers(size, 1), *gradients = numbers(size, 1), *weights = numbers(size, 1);
+    std::vector<float> directions(size), updates(size), moments(count * std::max(rows, columns), 0.1f);
+    for (long nesterov : {0, 1}) {
+        const Matrices moved = {means, gradients, directions.data(), size};
+        muon_directions(&moved, 1, 0.05f, nesterov, 1);
+        print(means, size), print(directions.data(), size);
+    }
+    const Polynomial polynomials[] = {{3.4445f, -4.7750f, 2.0315f}, {1.5f, -0.5f, 0}};
+    orthogonalize(directions.data(), updates.data(), count, rows, columns, polynomials, 2, 1, 0, 1);
+    print(updates.data(), size);
+    normuon(updates.data(), moments.data(), count, rows, columns, 0.9f, 1.5f, 1);
+    print(moments.data(), moments.size()), print(updates.data(), size);
+    for (long cautious : {0, 1}) {
+        const Weights stepped = {weights, updates.data(), size};
+        muon_step(&stepped, 1, 0.1f, 0.3f, cautious, 1);
+        print(weights, size);
+    }
+}
+
 // Three steps of five rows through two layers, whose widths are no whole vectors.
 void decode(bool narrow) {
     const long c = 40, width = 20, vocabulary = 70, hidden = 90, columns = 8, rows = 5;
@@ -234,5 +273,8 @@ int main() {
     layer(2100, 5, 20);  // both deeper than what is multiplied at a time
     layer(70, 5, 1100);
     layer(40, 140, 150);  // more panels than are multiplied by one at a time
+    muon(20, 45);
+    muon(45, 20);
+    muon(13, 13);
     decode(sizeof(real) == 2);
 }

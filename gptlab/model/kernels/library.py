@@ -35,7 +35,8 @@ Activations = Literal["float32", "bfloat16"]
 
 _FOLDER = Path(__file__).parent
 _SOURCES = tuple(
-    _FOLDER / f"{name}.cpp" for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel")
+    _FOLDER / f"{name}.cpp"
+    for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel", "muon_kernel")
 )
 _HEADERS = tuple(
     _FOLDER / f"{name}.h" for name in ("vectors", "products", "amx", "scratch", "tasks", "panels", "activations")

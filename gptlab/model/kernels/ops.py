@@ -6,13 +6,14 @@ linear layers             the same for many positions, by `runtime.products`, th
 attention                 the same on a CPU; `torch_attention` on GPUs and with document masks
 embeddings                `embedding`, where there is `fused`; else PyTorch
 the gradients' norm       `fused`, or PyTorch
+Muon's update             `muon_kernel`, where there is `fused`; else PyTorch
 the head                  `fused` as a whole, by `runtime.products`; else slices (`model/head.py`)
 one token                 a C++ kernel (float32 and bfloat16 on a CPU), or PyTorch (`model/decoder.py`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -106,12 +107,31 @@ def look_up(table: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
 
 def sum_of_squares(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The sum of the squares of all elements of one or more tensors of one device, 0-d, summed in `dtype`."""
-    alike = dtype == torch.float64 and all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
-    if alike and all(implementation(x) is _fused for x in tensors):
+    if dtype == torch.float64 and _kernels_take(tensors):
         from gptlab.model.kernels import fused
 
         return fused.sum_of_squares(tensors)
     return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).square().sum()
+
+
+def of_matrices(*tensors: Tensor) -> ModuleType | None:
+    """`muon_kernel`, if it takes these weights, gradients or states; None where PyTorch updates them."""
+    if not _kernels_take(tensors):
+        return None
+    from gptlab.model.kernels import muon_kernel
+
+    return muon_kernel
+
+
+def _kernels_take(tensors: Iterable[Tensor]) -> bool:
+    """Whether kernels read weights, gradients and states of this type and layout."""
+    return all(x.dtype == torch.float32 and x.is_contiguous() and implementation(x) is _fused for x in tensors)
+
+
+def orthogonalization(stack: Tensor, dtype: torch.dtype) -> ModuleType | None:
+    """The same, if it orthogonalizes a stack with products in `dtype`."""
+    suits = _products == "kernels" and _suit_kernels(stack.device, dtype)
+    return of_matrices(stack) if suits and stack.ndim == 3 else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

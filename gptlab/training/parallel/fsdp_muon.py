@@ -25,12 +25,12 @@ from torch import Tensor
 from gptlab.config.optim import MuonConfig
 from gptlab.optim.muon import (
     Compile,
-    direction,
-    kept_unless,
+    make_updates,
+    move_means,
     neuron_dim,
     orthogonal_update,
     second_moment_sizes,
-    with_decay,
+    step_weights,
 )
 from gptlab.training.parallel.division import multiplications
 from gptlab.training.parallel.fsdp_copies import OneCopy
@@ -135,11 +135,8 @@ class ShardedMuon:
         flat = one.matrices[0].parameter.new_zeros(0, requires_grad=False)
         if one.rows[self._group.rank] > 0:
             means = [self._momentum[m.name] for m in one.matrices]
-            old, gradients = torch.stack(means), torch.stack([cast(Tensor, m.parameter.grad) for m in one.matrices])
-            # A mean that moves towards itself stays.
-            new, ours = direction(old, kept_unless(made, gradients, old), momentum, self._config.nesterov)
-            torch._foreach_copy_(means, new.unbind(0))
-            flat = ours.view(-1)
+            gradients = [cast(Tensor, m.parameter.grad) for m in one.matrices]
+            flat = move_means(means, gradients, momentum, self._config.nesterov, made).view(-1)
         rank = self._group.rank
         send = [count * one.rows[rank] * one.cols for count in one.counts]
         receive = [one.counts[rank] * rows * one.cols for rows in one.rows]
@@ -154,11 +151,9 @@ class ShardedMuon:
         stack = torch.cat([p.view(own, rows, one.cols) for p, rows in zip(places, one.rows, strict=True)], dim=1)
         moments = one.second_moments or [[] for _ in one.row_split]
         parts = []
+        given = self._config, self._compute_dtype, made, self._orthogonal_update
         for part, moment in zip(stack.split(one.row_split, dim=1), moments, strict=True):
-            new = torch.stack(moment) if moment else None
-            parts.append(self._orthogonal_update(part.contiguous(), new, self._config, self._compute_dtype))
-            if new is not None:
-                torch._foreach_copy_(moment, kept_unless(made, new, torch.stack(moment)).unbind(0))
+            parts.append(make_updates(part.contiguous(), moment, *given))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _scatter(self, one: _Round, update: Tensor) -> Callable[[], Tensor]:
@@ -176,16 +171,10 @@ class ShardedMuon:
             return
         first = sum(one.rows[:rank])
         update = updates.view(len(one.matrices), one.rows[rank], one.cols)
-        weights = [m.parameter.detach() for m in one.matrices]
-        if weight_decay > 0.0:
-            stacked = torch.stack(weights)
-            for start, stop in pairwise(accumulate(one.row_split, initial=0)):
-                here = slice(max(start - first, 0), max(stop - first, 0))  # this part's rows among those of this rank
-                update[:, here] = with_decay(
-                    update[:, here], stacked[:, here], weight_decay, self._config, stop - start, one.cols
-                )
-        update = kept_unless(made, update, torch.zeros_like(update))
-        torch._foreach_add_(weights, update.unbind(0), alpha=-lr)
+        for start, stop in pairwise(accumulate(one.row_split, initial=0)):
+            here = slice(max(start - first, 0), max(stop - first, 0))  # this part's rows among those of this rank
+            weights = [m.parameter.detach()[here] for m in one.matrices]
+            step_weights(weights, update[:, here], lr, weight_decay, self._config, (stop - start, one.cols), made)
 
     def _make_rounds(self, matrices: Sequence[ShardedMatrix]) -> list[_Round]:
         """The same rounds and owners on every rank. The most expensive matrices are dealt out first, each to the rank

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gptlab.config.optim import MuonConfig
+from gptlab.model.kernels import ops
 from gptlab.optim.muon import Compile, Muon
+from gptlab.runtime.hardware.device import compiler_available
 from gptlab.runtime.processes.distributed import Group, World
 from gptlab.training.parallel.fsdp_copies import OneCopy
 from gptlab.training.parallel.fsdp_muon import ShardedMatrix, ShardedMuon
@@ -64,9 +66,9 @@ class Desk(Group):
         return wait
 
 
-def values(seed: int) -> dict[str, Tensor]:
+def values(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
 
 
 def rows_on(rank: int, size: int, rows: int) -> slice:
@@ -75,9 +77,9 @@ def rows_on(rank: int, size: int, rows: int) -> slice:
     return slice(min(rank * most, rows), min((rank + 1) * most, rows))
 
 
-def matrices(rank: int, size: int) -> list[ShardedMatrix]:
+def matrices(rank: int, size: int, dtype: torch.dtype = torch.float64) -> list[ShardedMatrix]:
     found = []
-    for name, weight in values(0).items():
+    for name, weight in values(0, dtype).items():
         here = [rows_on(r, size, len(weight)) for r in range(size)]
         rows = tuple(s.stop - s.start for s in here)
         found.append(ShardedMatrix(name, Parameter(weight[here[rank]].clone()), rows))
@@ -86,7 +88,7 @@ def matrices(rank: int, size: int) -> list[ShardedMatrix]:
 
 def train_shards(
     size: int, steps: int, config: MuonConfig, *, copies: int = 1, broken_last: bool = False,
-    compiled: Compile | None = None,
+    compiled: Compile | None = None, dtype: torch.dtype = torch.float64,
 ) -> tuple[list[ShardedMuon], Post]:  # fmt: skip
     """`size`: ranks that hold a copy. `broken_last`: then a step without finite gradients, whose update is not made."""
     post = Post(copies * size)
@@ -94,10 +96,11 @@ def train_shards(
     def train(number: int) -> ShardedMuon:
         group = OneCopy(Desk(post, number), size)
         rank = group.rank
-        muon = ShardedMuon(matrices(rank, size), config, compute_dtype=torch.float64, row_splits=SPLITS, group=group)
+        own = matrices(rank, size, dtype)
+        muon = ShardedMuon(own, config, compute_dtype=dtype, row_splits=SPLITS, group=group)
         muon.compile(compiled)
         for step in range(steps):
-            for name, gradient in values(1 + step).items():
+            for name, gradient in values(1 + step, dtype).items():
                 muon.parameters[name].grad = gradient[rows_on(rank, size, len(gradient))].clone()
             muon.step(1.0 - step / 10, 0.9 + step / 100, 1.0, torch.tensor(True) if step == 1 else None)
         if broken_last:
@@ -110,11 +113,11 @@ def train_shards(
         return list(threads.map(train, range(post.size))), post
 
 
-def train_whole(steps: int, config: MuonConfig) -> Muon:
-    weights = {name: Parameter(value) for name, value in values(0).items()}
-    muon = Muon(weights, config, compute_dtype=torch.float64, row_splits=SPLITS)
+def train_whole(steps: int, config: MuonConfig, dtype: torch.dtype = torch.float64) -> Muon:
+    weights = {name: Parameter(value) for name, value in values(0, dtype).items()}
+    muon = Muon(weights, config, compute_dtype=dtype, row_splits=SPLITS)
     for step in range(steps):
-        for name, gradient in values(1 + step).items():
+        for name, gradient in values(1 + step, dtype).items():
             weights[name].grad = gradient
         muon.step(1.0 - step / 10, 0.9 + step / 100, 1.0)
     return muon
@@ -149,6 +152,22 @@ def test_weights_and_state_are_those_of_whole_matrices(size: int, settings: dict
             assert len(pieces) == 1, "one owner"
         torch.testing.assert_close(torch.cat(pieces), tensor, rtol=1e-10, atol=1e-12)
     assert all(shard.row_splits == whole.row_splits for shard in shards)
+
+
+@pytest.mark.skipif(not compiler_available(torch.device("cpu")), reason="no C++ compiler here")
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("settings", SETTINGS[:3], ids=["normuon", "scaled", "plain"])
+def test_kernels_give_the_bits_of_whole_matrices(size: int, settings: dict[str, Any]) -> None:
+    config = MuonConfig(**{"lr": 0.1, **settings})
+    with ops.implementations_kept():
+        ops.load_kernels(torch.device("cpu"), torch.float32)
+        whole = train_whole(3, config, torch.float32)
+        shards, _ = train_shards(size, 3, config, dtype=torch.float32, broken_last=True)
+    for name, weight in whole.parameters.items():
+        assert torch.equal(torch.cat([shard.parameters[name].detach() for shard in shards]), weight.detach()), name
+    for key, tensor in whole.state_tensors().items():
+        pieces = [state[key] for state in (shard.state_tensors() for shard in shards) if key in state]
+        assert torch.equal(torch.cat(pieces), tensor), key
 
 
 def test_what_owners_compute_is_compiled_once_whatever_the_rates() -> None:
