@@ -52,7 +52,7 @@ class _Model(ctypes.Structure):
 @functools.cache
 def load_decode_kernel() -> Library:
     """With `decode_step`, built unless the cache has it (three seconds)."""
-    library = load_built((_SOURCE,), _FLAGS)
+    library = load_built(((_SOURCE,),), _FLAGS)
     if library.functions is not None:
         function = library.functions.decode_step
         function.argtypes = [_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, ctypes.c_int]

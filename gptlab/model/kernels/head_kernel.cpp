@@ -17,7 +17,7 @@
 namespace {
 
 // A slice has so many logits, or so many rows: for each slice, all of the weights' gradient is read and written.
-constexpr long SLICE_LOGITS = 1 << 22, SLICE_ROWS = 256;
+constexpr long SLICE_LOGITS = 1 << 22, LOGIT_ROWS = 256;
 
 constexpr long HEAD_ROWS = BY_AMX ? 64 : HEIGHT;  // whose logits are in the cache at a time
 
@@ -77,7 +77,7 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
                 double* nats, int threads) {
     const long panels = panels_of(s.entries), inputs = panels_of(s.width);
     const long width = units_of(s.width), depth = units_of(s.entries);
-    const long slice = round_up(std::min(s.rows, std::max(SLICE_LOGITS / s.entries, SLICE_ROWS)), MR);
+    const long slice = round_up(std::min(s.rows, std::max(SLICE_LOGITS / s.entries, LOGIT_ROWS)), MR);
     const bool x_left = x_is_left(s.entries, s.width);
     const long z_row = panels * NR + NR;  // rows that are a power of two apart would share few places of the cache
     const auto up = room<unit>(panels * width * NR);                           // the transposed weights

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,9 +35,11 @@ from gptlab.runtime.hardware.installed import cxx_compiler
 Activations = Literal["float32", "bfloat16"]
 
 _FOLDER = Path(__file__).parent
-_SOURCES = tuple(
-    _FOLDER / f"{name}.cpp"
-    for name in ("attention_kernel", "fused_kernels", "head_kernel", "linear_kernel", "muon_kernel")
+# What a compiler takes as one source: that it reads headers and makes functions of their templates once saves a quarter
+# of its time (docs/LOG.md, 2026-11-29).
+_UNITS = tuple(
+    tuple(_FOLDER / f"{name}.cpp" for name in names)
+    for names in (("attention_kernel", "fused_kernels"), ("head_kernel", "linear_kernel", "muon_kernel"))
 )
 _HEADERS = tuple(
     _FOLDER / f"{name}.h" for name in ("vectors", "products", "amx", "scratch", "tasks", "panels", "activations")
@@ -46,10 +49,10 @@ _OPENMP = "-fopenmp"
 # 2026-11-26).
 _FLAGS = ("-std=c++17", "-O3", "-march=native", _OPENMP, "-fPIC", "-fno-math-errno", "-falign-loops=64")
 _REAL: dict[Activations, str] = {"float32": "-DREAL=float", "bfloat16": "-DREAL=bfloat16"}
-# For a compiler that hangs. A build takes four seconds of one core. A busy machine may stretch that a hundredfold, and
+# For a compiler that hangs. A build takes two seconds of two cores. A busy machine may stretch that a hundredfold, and
 # must still compute with the same kernels.
 _BUILD_TIMEOUT_SECONDS = 600
-# A source takes a second of one core and 300 MB. More processes than cores would delay what the run does meanwhile.
+# A unit takes two seconds of one core and 160 MB. More processes than cores would delay what the run does meanwhile.
 _BUILD_PROCESSES = min(4, os.cpu_count() or 1)
 _HASH_DIGITS = 32
 
@@ -79,13 +82,13 @@ def begin_kernels(activations: Activations) -> threading.Thread:
 def kernel_library(activations: Activations) -> Library:
     """The kernels, as `load_built` gives them; the first call in a process builds them unless the cache has them."""
     flags = (*_FLAGS, _REAL[activations])
-    built = load_built(_SOURCES, flags)
+    built = load_built(_UNITS, flags)
     if built.functions is not None and not built.functions.products_are_permitted():
-        built = load_built(_SOURCES, (*flags, "-mno-amx-bf16"))
+        built = load_built(_UNITS, (*flags, "-mno-amx-bf16"))
     return built
 
 
-def load_built(sources: Sequence[Path], flags: Sequence[str]) -> Library:
+def load_built(units: Sequence[Sequence[Path]], flags: Sequence[str]) -> Library:
     """The shared library of these sources from the cache. It is built first if it is missing, damaged or does not
     load; without OpenMP where the compiler fails with it."""
     if sys.platform == "win32":  # its compilers take other options
@@ -93,17 +96,17 @@ def load_built(sources: Sequence[Path], flags: Sequence[str]) -> Library:
     if (compiler := cxx_compiler()) is None:
         return Library(problem="no C++ compiler (g++ or clang++) was found")
     try:
-        stem = library_stem(compiler, sources, flags)
+        stem = library_stem(compiler, units, flags)
         folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or cache_root(None) / "compile") / "gptlab"
-        return _load_intact(folder, stem) or _build(compiler, sources, flags, folder, stem)
+        return _load_intact(folder, stem) or _build(compiler, units, flags, folder, stem)
     except (OSError, subprocess.SubprocessError, UserError) as error:
-        return _without_openmp(error, compiler, sources, flags)
+        return _without_openmp(error, compiler, units, flags)
 
 
 def _without_openmp(
     error: OSError | subprocess.SubprocessError | UserError,
     compiler: str,
-    sources: Sequence[Path],
+    units: Sequence[Sequence[Path]],
     flags: Sequence[str],
 ) -> Library:
     """The library for one thread, if the compiler failed with OpenMP: Apple's clang refuses the option, and others come
@@ -111,16 +114,17 @@ def _without_openmp(
     hangs = isinstance(error, subprocess.TimeoutExpired)
     without = Library(problem=_why_not_built(error, compiler), compiler_hangs=hangs)
     if isinstance(error, subprocess.CalledProcessError) and _OPENMP in flags:
-        without = replace(load_built(sources, [flag for flag in flags if flag != _OPENMP]), problem=without.problem)
+        without = replace(load_built(units, [flag for flag in flags if flag != _OPENMP]), problem=without.problem)
     return without
 
 
-def library_stem(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> str:
+def library_stem(compiler: str, units: Sequence[Sequence[Path]], flags: Sequence[str]) -> str:
     """The first part of a library's name: every environment finds one library. The compiler's macros cover what
     -march=native and its defaults mean."""
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
-    texts = [source.read_bytes() for source in (*sources, *_HEADERS)]
-    key = hashlib.sha256(b"\0".join([macros, " ".join(flags).encode(), *texts]))
+    texts = [source.read_bytes() for source in (*chain(*units), *_HEADERS)]
+    together = [len(unit) for unit in units]
+    key = hashlib.sha256(b"\0".join([macros, f"{flags} {together}".encode(), *texts]))
     return f"kernels-{key.hexdigest()[:16]}"
 
 
@@ -143,7 +147,7 @@ def _name(stem: str, path: Path) -> str:
     return f"{stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:_HASH_DIGITS]}.so"
 
 
-def _build(compiler: str, sources: Sequence[Path], flags: Sequence[str], folder: Path, stem: str) -> Library:
+def _build(compiler: str, units: Sequence[Sequence[Path]], flags: Sequence[str], folder: Path, stem: str) -> Library:
     """Build and load it, unless a process that started at the same time has built it."""
     # No path of an installation gets into the library, so that its hash says what it computes and nothing else.
     places = f"-ffile-prefix-map={_FOLDER}=gptlab"
@@ -154,10 +158,10 @@ def _build(compiler: str, sources: Sequence[Path], flags: Sequence[str], folder:
                 shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{stem}.", dir=folder) as temporary:
                 built = Path(temporary, "built.so")
-                objects = [str(Path(temporary, f"{source.stem}.o")) for source in sources]
+                objects = [str(Path(temporary, f"{unit[-1].stem}.o")) for unit in units]
                 commands = [
-                    [compiler, *flags, places, "-c", str(source), "-o", made]
-                    for source, made in zip(sources, objects, strict=True)
+                    [compiler, *flags, places, *_as_one_source(unit), "-c", "-o", made]
+                    for unit, made in zip(units, objects, strict=True)
                 ]
                 with ThreadPoolExecutor(_BUILD_PROCESSES) as pool:
                     list(pool.map(_run, commands))
@@ -166,6 +170,11 @@ def _build(compiler: str, sources: Sequence[Path], flags: Sequence[str], folder:
                     os.fsync(file.fileno())
                 found = _load(built.replace(folder / _name(stem, built)))
     return found
+
+
+def _as_one_source(unit: Sequence[Path]) -> list[str]:
+    """A compiler's arguments."""
+    return [*chain(*(("-include", str(source)) for source in unit[:-1])), str(unit[-1])]
 
 
 def require_memory(functions: Any, name: str) -> None:

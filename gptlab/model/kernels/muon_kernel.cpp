@@ -29,21 +29,26 @@ struct Work {
     }
 };
 
+// to (n, columns) = before, of that shape, times `of_before`, plus rows (n, depth) times panels, times `of_product`; all real.
+void add_product(const Work& work, const real* rows, long depth, long columns, const real* before, float of_before,
+                 float of_product, real* to) {
+    multiply(work.tall, units_of(depth), reinterpret_cast<const unit*>(rows), units_of(depth), work.panels, columns,
+             [=](long r, long c, auto count, vec v) {
+                 const long at = r * columns + c;
+                 store_part(to + at, before ? load_part(before + at, count) * of_before + v * of_product : v, count);
+             });
+}
+
 // x <- a x + (b A + c A A) x with A = x x^T, which is symmetric.
 void iterate(const Work& work, Polynomial by) {
     const auto [n, k, x, gram, polynomial, panels] = work;
-    const auto rows = [](const real* of) { return reinterpret_cast<const unit*>(of); };
+    const Share all_units(0, units_of(n));
     pack_transposed(x, n, k, Share(0, panels_of(n)), panels);
-    multiply(n, units_of(k), rows(x), units_of(k), panels, n,
-             [=](long r, long c, auto count, vec v) { store_part(gram + r * n + c, v, count); });
-    pack<NR>(gram, n, n, n, Share(0, units_of(n)), units_of(n), panels);
-    multiply(n, units_of(n), rows(gram), units_of(n), panels, n, [=](long r, long c, auto count, vec v) {
-        store_part(polynomial + r * n + c, load_part(gram + r * n + c, count) * by.b + v * by.c, count);
-    });
-    pack<NR>(x, k, n, k, Share(0, units_of(n)), units_of(n), panels);
-    multiply(n, units_of(n), rows(polynomial), units_of(n), panels, k, [=](long r, long c, auto count, vec v) {
-        store_part(x + r * k + c, load_part(x + r * k + c, count) * by.a + v, count);
-    });
+    add_product(work, x, k, n, nullptr, 0, 1, gram);
+    pack<NR>(gram, n, n, n, all_units, units_of(n), panels);
+    add_product(work, gram, n, n, gram, by.b, by.c, polynomial);
+    pack<NR>(x, k, n, k, all_units, units_of(n), panels);
+    add_product(work, polynomial, n, k, x, by.a, 1, x);
 }
 
 // to (columns, rows) = the transposed of from (rows, columns), times a factor.

@@ -44,7 +44,7 @@ extern "C" int last() { return table[(1 << 20) - 1] + 7; }
 
 def load_table(source: Path) -> None:
     """Print what the library of this source computes, and its hash."""
-    built = library.load_built([source], ["-fPIC"])
+    built = library.load_built([[source]], ["-fPIC"])
     print(built.functions.last(), built.sha256)
 
 
@@ -87,19 +87,21 @@ def test_no_path_of_this_installation_is_in_the_library() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("changed", ["a source", "a header", "an option"])
+@pytest.mark.parametrize("changed", ["a source", "a header", "an option", "what is compiled together"])
 def test_whatever_they_are_made_of_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str) -> None:
     """A library of other sources, or of other options, is never taken for these."""
     compiler = cxx_compiler()
     assert compiler is not None
-    source, header = tmp_path / "a.cpp", tmp_path / "a.h"
+    source, other, header = tmp_path / "a.cpp", tmp_path / "b.cpp", tmp_path / "a.h"
     source.write_text("1")
+    other.write_text("1")
     header.write_text("1")
     monkeypatch.setattr(library, "_HEADERS", (header,))
-    before = library.library_stem(compiler, [source], ["-O3"])
-    if changed != "an option":
+    before = library.library_stem(compiler, [[source, other]], ["-O3"])
+    if changed in ("a source", "a header"):
         (source if changed == "a source" else header).write_text("2")
-    after = library.library_stem(compiler, [source], ["-O2" if changed == "an option" else "-O3"])
+    units = [[source], [other]] if changed == "what is compiled together" else [[source, other]]
+    after = library.library_stem(compiler, units, ["-O2" if changed == "an option" else "-O3"])
     assert before != after
 
 
@@ -122,7 +124,7 @@ def test_without_the_permission_to_use_amx_they_are_built_without_it(
     source = tmp_path / "permitted.cpp"
     source.write_text("#ifdef __AMX_BF16__\n#define AMX 1\n#else\n#define AMX 0\n#endif\n" + PERMITTED)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(library, "_SOURCES", [source])
+    monkeypatch.setattr(library, "_UNITS", [[source]])
     monkeypatch.setattr(library, "_FLAGS", ["-fPIC", "-mamx-tile", "-mamx-bf16", f"-DPERMITTED={int(permitted)}"])
     found = library.kernel_library.__wrapped__("float32")
     assert found.functions.built_for_amx() == permitted
@@ -139,7 +141,7 @@ def test_a_compiler_without_openmp_builds_them_for_one_thread(tmp_path: Path, mo
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    built = library.load_built([source], ["-std=c++17", "-fPIC", "-fopenmp"])
+    built = library.load_built([[source]], ["-std=c++17", "-fPIC", "-fopenmp"])
     assert built.functions.n_threads() == 1
     monkeypatch.setattr(ops, "_library", built)
     warning = ops.missing_kernels(CPU, torch.float32)

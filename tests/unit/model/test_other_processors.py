@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ def outputs(
     folder: Path, compiler: str, *flags: str, emulator: tuple[str, ...] = (), types: Iterable[str] = library._REAL
 ) -> dict[str, np.ndarray]:
     """What kernel_driver.cpp prints for each type of activations."""
-    sources = [ROOT / "tests/support/kernel_driver.cpp", *library._SOURCES]
+    sources = [ROOT / "tests/support/kernel_driver.cpp", *chain(*library._UNITS)]
     program, found = folder / "driver", {}
     for real in types:
         command = [
