@@ -303,7 +303,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the iteration's kernel leaves out half of a matrix", "model/kernels/muon_kernel.cpp",
-        "pack<NR>(x, k, n, k, all_units, units_of(n), panels);", "pack<NR>(x, k, n / 2, k, all_units, units_of(n), panels);",
+        "pack<NR>(x, k, n, k, all_units, units_of(n), panels);",
+        "pack<NR>(x, k, n / 2, k, all_units, units_of(n), panels);",
         ["test_muon_kernel.py::test_orthogonalize"],
     ),
     Mutation(
