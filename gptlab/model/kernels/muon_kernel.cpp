@@ -39,7 +39,7 @@ void add_product(const Work& work, const real* rows, long depth, long columns, c
              });
 }
 
-// x <- a x + (b A + c A A) x with A = x x^T, which is symmetric.
+// x <- a x + (b A + c A A) x with A = x x^T.
 void iterate(const Work& work, Polynomial by) {
     const auto [n, k, x, gram, polynomial, panels] = work;
     const Share all_units(0, units_of(n));
@@ -175,8 +175,8 @@ void orthogonalize(const float* matrices, float* out, long count, long rows, lon
         const Registers registers{};
         real* own = elements.own();
         const Work work{n, k, own, own + n * k, own + n * k + n * n, units.own()};
-        if (n * k > rows * columns) std::fill_n(own, n * k, real());
         tasks.each(count, [&](long i) {
+            if (n * k > rows * columns) std::fill_n(work.x, n * k, real());
             const float* matrix = matrices + i * rows * columns;
             float* to = out + i * rows * columns;
             double squares = 0;
