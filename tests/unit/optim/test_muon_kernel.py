@@ -131,6 +131,15 @@ def test_bits_depend_neither_on_threads_nor_on_other_matrices(dtype: torch.dtype
     assert all(torch.equal(one, of_all[2:3]) for one, of_all in zip(computed(slice(2, 3)), expected, strict=True))
 
 
+def test_a_matrix_that_is_not_finite_spoils_no_other() -> None:
+    """In one thread, which clears the padding that the one before left."""
+    torch.set_num_threads(1)
+    stack = random(2, 5, 33, seed=1)
+    alone = orthogonalize(stack[1:], "polar_express", dtype=torch.bfloat16)
+    stack[0] = torch.nan
+    assert torch.equal(orthogonalize(stack, "polar_express", dtype=torch.bfloat16)[1:], alone)
+
+
 def test_an_update_that_is_not_made_changes_nothing() -> None:
     muon, same = trained({}, torch.float32), trained({}, torch.float32)
     for parameter in same.parameters.values():
