@@ -100,12 +100,13 @@ extern "C" {
 // mean += share (gradient - mean); direction = that mean, or with Nesterov the gradient + (1 - share) (mean - gradient).
 void muon_directions(const Moved* arrays, long count, float share, long nesterov, long threads) {
     each_part(arrays, count, threads, [=](long i, long first, long n) {
-        const auto [mean, gradient, direction, size] = arrays[i];
-        vectors(n, [&, at = first](long j, auto m) {
-            const vec g = load_part(gradient + at + j, m), old = load_part(mean + at + j, m);
+        float *mean = arrays[i].mean + first, *direction = arrays[i].direction + first;
+        const float* gradient = arrays[i].gradient + first;
+        vectors(n, [&](long at, auto m) {
+            const vec g = load_part(gradient + at, m), old = load_part(mean + at, m);
             const vec now = old + (g - old) * share;
-            store_part(mean + at + j, now, m);
-            store_part(direction + at + j, nesterov ? now + (g - now) * share : now, m);
+            store_part(mean + at, now, m);
+            store_part(direction + at, nesterov ? now + (g - now) * share : now, m);
         });
     });
 }
@@ -113,11 +114,12 @@ void muon_directions(const Moved* arrays, long count, float share, long nesterov
 // weight -= lr (update + decay weight); where `cautious`, with decay only where update and weight have one sign.
 void muon_step(const Stepped* arrays, long count, float lr, float decay, long cautious, long threads) {
     each_part(arrays, count, threads, [=](long i, long first, long n) {
-        const auto [weight, update, size] = arrays[i];
-        vectors(n, [&, at = first](long j, auto m) {
-            const vec w = load_part(weight + at + j, m), u = load_part(update + at + j, m);
+        float* weight = arrays[i].weight + first;
+        const float* update = arrays[i].update + first;
+        vectors(n, [&](long at, auto m) {
+            const vec w = load_part(weight + at, m), u = load_part(update + at, m);
             const vec decayed = cautious ? select(u * w >= 0.0f, w, vec{}) : w;
-            store_part(weight + at + j, w - (u + decayed * decay) * lr, m);
+            store_part(weight + at, w - (u + decayed * decay) * lr, m);
         });
     });
 }

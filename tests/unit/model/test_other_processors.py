@@ -99,6 +99,17 @@ def test_computes_the_same(processor: str, here: dict[str, np.ndarray], tmp_path
     require_same(found, here)
 
 
+@pytest.mark.parametrize("real", library._REAL)
+def test_clang_takes_the_sources(real: Activations) -> None:
+    """The compiler of macOS, which is stricter than g++."""
+    if (compiler := shutil.which("clang++")) is None:
+        pytest.skip("no clang (Debian: clang)")
+    flags = [flag for flag in FLAGS if flag != library._OPENMP]  # whose header comes with libomp
+    for unit in library._UNITS:
+        command = [compiler, *flags, library._REAL[real], "-march=native", "-fsyntax-only"]
+        subprocess.run([*command, *library._as_one_source(unit)], check=True)
+
+
 def test_amx_computes_the_same(here: dict[str, np.ndarray], tmp_path: Path) -> None:
     """In bfloat16, by an emulation of its instructions, on processors with those that come with it; by the instructions
     themselves where the processor has them."""
