@@ -142,7 +142,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel of the head keeps the weights' gradient of the last rows only", "model/kernels/head_kernel.cpp",
-        "s.entries, s.width, first == 0, dweight", "s.entries, s.width, true, dweight",
+        "of_weight, units, units, first == 0", "of_weight, units, units, true",
         ["test_fused_kernels.py::test_whole_head"],
     ),
     Mutation(
@@ -169,7 +169,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel sums a slice's outer products at once, however long it is", "model/kernels/linear_kernel.cpp",
-        "units, SUMMED_ROWS, s.hidden", "units, units, s.hidden",
+        "of_weights, units, SUMMED_ROWS, first", "of_weights, units, units, first",
         ["test_fused_kernels.py::test_bits_do_not_depend_on_the_number_of_threads"],
     ),
     Mutation(
@@ -210,7 +210,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kernel of the MLP keeps the weights' gradient of the last rows only", "model/kernels/linear_kernel.cpp",
-        "s.width, first == 0, dup);", "s.width, true, dup);",
+        "of_weights, units, SUMMED_ROWS, first == 0", "of_weights, units, SUMMED_ROWS, true",
         ["test_fused_kernels.py::test_mlp"],
     ),
     Mutation(

@@ -116,7 +116,9 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
                 multiply(height, depth, reinterpret_cast<const unit*>(dz), dz_row / PER_UNIT, down.get(), s.width,
                          [&](long r, long c, auto n, vec v) { store_part(dx + (r0 + r) * s.width + c, v, n); });
             });
-            add_outer_products(tasks, dzs.get(), xs.get(), units, units, s.entries, s.width, first == 0, dweight);
+            const OuterProduct of_weight[] = {{dzs.get(), xs.get(), s.entries, s.width, dweight}};
+            const OuterProducts<1> products{of_weight, units, units, first == 0};
+            tasks.each(products.count(), [&](long task) { products.of(task); });
         }
     }
 }

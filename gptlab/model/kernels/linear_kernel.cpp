@@ -91,18 +91,23 @@ void linear_backward(const Layer& s, const real* x, const float* weight, const r
         const Registers registers{};
         unit* spare = spares.own();
         pack<NR>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
-#pragma omp barrier
-        row_blocks(tasks, s.rows, [&](long row, long height) {
-            multiply_rows(dy + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare,
-                          into(dx + row * s.inputs, s.inputs));
-        });
         for (long first = 0; first < s.rows; first += slice) {
             const long here = std::min(slice, s.rows - first), units = depth_of(here);
             const Share share = depth_share(units, thread, n);
-            pack_outer<NR>(x + first * s.inputs, s.inputs, here, s.inputs, share, units, x_left, xs.get());
-            pack_outer<LEFT>(dy + first * s.outputs, s.outputs, here, s.outputs, share, units, !x_left, dys.get());
+            const real *x_here = x + first * s.inputs, *dy_here = dy + first * s.outputs;
+            pack_outer<NR>(x_here, s.inputs, here, s.inputs, share, units, x_left, xs.get());
+            pack_outer<LEFT>(dy_here, s.outputs, here, s.outputs, share, units, !x_left, dys.get());
 #pragma omp barrier
-            add_outer_products(tasks, dys.get(), xs.get(), units, SUMMED_ROWS, s.outputs, s.inputs, first == 0, dweight);
+            const OuterProduct of_weight[] = {{dys.get(), xs.get(), s.outputs, s.inputs, dweight}};
+            const OuterProducts<1> products{of_weight, units, SUMMED_ROWS, first == 0};
+            const RowBlocks<> blocks(here);
+            tasks.each(blocks.count() + products.count(), [&](long task) {
+                if (task >= blocks.count()) return products.of(task - blocks.count());
+                blocks.of(task, [&](long row, long height) {
+                    multiply_rows(dy_here + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare,
+                                  into(dx + (first + row) * s.inputs, s.inputs));
+                });
+            });
         }
     }
 }
@@ -187,8 +192,10 @@ void mlp_backward(const MLP& s, const real* x, const float* up, const float* out
                 multiply_rows(dz, z_row, height, s.hidden, ups.get(), s.width, spare,
                               into(dx + (first + row) * s.width, s.width));
             });
-            add_outer_products(tasks, dzs.get(), xs.get(), units, SUMMED_ROWS, s.hidden, s.width, first == 0, dup);
-            add_outer_products(tasks, dys.get(), hiddens.get(), units, SUMMED_ROWS, s.width, s.hidden, first == 0, dout);
+            const OuterProduct of_weights[] = {{dzs.get(), xs.get(), s.hidden, s.width, dup},
+                                               {dys.get(), hiddens.get(), s.width, s.hidden, dout}};
+            const OuterProducts<2> products{of_weights, units, SUMMED_ROWS, first == 0};
+            tasks.each(products.count(), [&](long task) { products.of(task); });
         }
     }
 }

@@ -29,7 +29,8 @@ struct Work {
     }
 };
 
-// to (n, columns) = before, of that shape, times `of_before`, plus rows (n, depth) times panels, times `of_product`; all real.
+// to (n, columns) = before, of that shape, times `of_before`, plus rows (n, depth) times panels, times `of_product`; all
+// are real.
 void add_product(const Work& work, const real* rows, long depth, long columns, const real* before, float of_before,
                  float of_product, real* to) {
     multiply(work.tall, units_of(depth), reinterpret_cast<const unit*>(rows), units_of(depth), work.panels, columns,
@@ -58,7 +59,8 @@ void transpose(const From* from, long stride, long rows, long columns, float fac
         for (long c = 0; c < columns; c += W) {
             const long tall = std::min<long>(W, rows - r), wide = std::min<long>(W, columns - c);
             vec square[W];
-            for (long i = 0; i < W; i++) square[i] = i < tall ? load_part(from + (r + i) * stride + c, wide) * factor : vec{};
+            for (long i = 0; i < W; i++)
+                square[i] = i < tall ? load_part(from + (r + i) * stride + c, wide) * factor : vec{};
             transpose_vectors(square);
             for (long i = 0; i < wide; i++) store_part(to + (c + i) * to_stride + r, square[i], tall);
         }
@@ -162,10 +164,10 @@ void normuon(float* updates, float* moments, long count, long rows, long columns
     });
 } catch (const std::bad_alloc&) { ran_out = true; }
 
-// out = the matrices (count, rows, columns), each divided by its Frobenius norm times `factor` plus `addend`, and put through
-// some polynomials.
-void orthogonalize(const float* matrices, float* out, long count, long rows, long columns, const Polynomial* polynomials, long iterations,
-                   float factor, float addend, long threads) try {
+// out = the matrices (count, rows, columns), each divided by its Frobenius norm times `factor` plus `addend`, and put
+// through some polynomials.
+void orthogonalize(const float* matrices, float* out, long count, long rows, long columns,
+                   const Polynomial* polynomials, long iterations, float factor, float addend, long threads) try {
     const bool is_tall = rows > columns;
     const long n = round_up(std::min(rows, columns), MR), k = round_up(std::max(rows, columns), PER_UNIT);
     const int most = std::min<long>(count, team(count * rows * columns, threads));
