@@ -66,8 +66,8 @@ def tensors(muon: Muon) -> dict[str, Tensor]:
 def test_orthogonalize(
     shape: tuple[int, ...], backend: Orthogonalizer, dtype: torch.dtype, error: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Polynomials magnify what is rounded. PyTorch's own operations in this type are as far from float64, of which the
-    second bound is a multiple."""
+    """The polynomials magnify rounding errors: the distance to float64 is limited by that of PyTorch's operations in
+    the same type."""
     stack = random(*shape, seed=1)
     assert ops.orthogonalization(stack, dtype) is muon_kernel
     ours = orthogonalize(stack, backend, dtype=dtype)
