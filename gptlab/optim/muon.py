@@ -160,9 +160,10 @@ def step_weights(
     shape: tuple[int, int], made: Tensor | None,
 ) -> None:  # fmt: skip
     """Apply updates (n, rows here, cols) to rows of matrices of this shape."""
-    if (kernels := ops.of_matrices(*weights)) is not None and _is_made(made):
+    of_each = updates.unbind()
+    if (kernels := ops.of_matrices(*weights, *of_each)) is not None and _is_made(made):
         decay = weight_decay * decay_scale(config, *shape)
-        kernels.step(weights, updates.unbind(), lr, decay, config.cautious_decay)
+        kernels.step(weights, of_each, lr, decay, config.cautious_decay)
         return
     old = torch.stack(weights)
     if config.weight_decay > 0.0:

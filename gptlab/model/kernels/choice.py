@@ -1,5 +1,5 @@
-"""What multiplies matrices on a CPU, in linear layers and the head: gptlab's C++ kernels, or torch's library, which may
-know a processor better. Timed once for a machine and a model, and remembered.
+"""What multiplies matrices on a CPU, in linear layers, the head and Muon: gptlab's C++ kernels, or torch's library,
+which may know a processor better. Layers and the head are timed, once for a machine and a model, and remembered.
 
 The kernel always computes attention: the library's takes seven to nine times as long on two Zen 5 cores, and writes its
 scores to memory (docs/LOG.md, 2026-11-25).

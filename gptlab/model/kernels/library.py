@@ -123,8 +123,8 @@ def library_stem(compiler: str, units: Sequence[Sequence[Path]], flags: Sequence
     -march=native and its defaults mean."""
     macros = _run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull])
     texts = [source.read_bytes() for source in (*chain(*units), *_HEADERS)]
-    together = [len(unit) for unit in units]
-    key = hashlib.sha256(b"\0".join([macros, f"{flags} {together}".encode(), *texts]))
+    together = [str(len(unit)) for unit in units]
+    key = hashlib.sha256(b"\0".join([macros, " ".join([*flags, *together]).encode(), *texts]))
     return f"kernels-{key.hexdigest()[:16]}"
 
 

@@ -19,7 +19,7 @@ def directions(
     means: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float | Tensor, nesterov: bool
 ) -> Tensor:
     """Move the means of some tensors of one shape to their gradients; returns what is to be orthogonalized, stacked."""
-    stack = torch.empty(len(means), *means[0].shape)
+    stack = means[0].new_empty(len(means), *means[0].shape)
     gradients = [gradient.contiguous() for gradient in gradients]
     arrays = _arrays(means, gradients, stack.unbind())
     call("muon_directions", None, arrays, len(means), 1.0 - float(momentum), nesterov)
@@ -32,7 +32,7 @@ def orthogonalize(
     """Each matrix of a stack (n, rows, cols), divided by its Frobenius norm times norm[0] plus norm[1], after
     X <- a X + (b A + c A A) X for each polynomial (a, b, c), where A = X X^T; with operands in `dtype`."""
     out = torch.empty_like(stack)
-    call("orthogonalize", dtype, stack, out, *stack.shape, torch.tensor(polynomials), len(polynomials), *norm)
+    call("orthogonalize", dtype, stack, out, *stack.shape, stack.new_tensor(polynomials), len(polynomials), *norm)
     return out
 
 
