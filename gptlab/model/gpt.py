@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from gptlab.model.attention import cached_attention, offset_keys, rotary_tables
 from gptlab.model.head import HeadLoss, capped_logits
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels import torch_ops
-from gptlab.model.kernels.ops import ACTIVATIONS, implementation, linear, load_kernels, look_up, mlp
+from gptlab.model.kernels.ops import ACTIVATIONS, implementation, linear, load_kernels, look_up, mlp, whole_blocks
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.files.cache import keep_compiled
 from gptlab.runtime.hardware.device import Platform
@@ -63,11 +63,11 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm in float32 (float64 for float64), whatever the type of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return implementation(x).layer_norm(x, self.weight, self.bias, 1e-5)
+        return implementation(x).layer_norm(x, self.weight, self.bias, self.eps)
 
     def of_sum(self, x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor) -> tuple[Tensor, Tensor]:
         """a x + b y, and its norm."""
-        return implementation(x).sum_and_layer_norm(x, y, a, b, self.weight, self.bias, 1e-5)
+        return implementation(x).sum_and_layer_norm(x, y, a, b, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.Module):
@@ -188,6 +188,8 @@ class GPT(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    made_of: ClassVar = {kind: kind.forward for kind in (Linear, LayerNorm, RMSNorm, Dropout, Attention, MLP, Block)}
+    """What `whole_blocks` may compute: no caller's parts, nor patched ones."""
 
     def __init__(
         self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32, platform: Platform = "cpu"
@@ -259,6 +261,8 @@ class GPT(nn.Module):
         x = x0.view_as(x0)  # another object, or torch.compile would compile the first block twice, for `x is x0`
         rotary = (self.cos[start:stop], self.sin[start:stop]) if self.config.position == "rope" else None
         documents = None if self.document_mask is None or cache is not None else self.document_mask.bounds(tokens)
+        if blocks is cache is documents is None and (whole := whole_blocks(self, x0, tokens, rotary)) is not None:
+            return whole
         for layer, block in enumerate(blocks or list(self.blocks)):
             lambdas = (self.residual_lambdas[layer], self.x0_lambdas[layer]) if self.config.residual_lambdas else None
             # Looked up only here: so a backward pass completes a table's gradient with its block's, and not at its end.

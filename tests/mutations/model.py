@@ -94,10 +94,40 @@ MUTATIONS = [
         ["test_fused_kernels.py::test_sum_and_norm", "test_fused_kernels.py::test_where_only_one_of_the_two_is_used"],
     ),
     Mutation(
-        "the heads' kernel rotates gradients the way it rotates heads", "model/kernels/fused_kernels.cpp",
+        "the heads' kernel rotates gradients the way it rotates heads", "model/kernels/heads.h",
         "store_part(to + half + i, first * si + second * c, n);",
         "store_part(to + half + i, second * c - first * si, n);",
         ["test_fused_kernels.py::test_heads", "test_fused_kernels.py::test_a_model_with_them_is_the_model_without"],
+    ),
+    Mutation(
+        "of the first input, only the last block has a gradient", "model/kernels/block_kernel.cpp",
+        "is_last ? nullptr : dx0", "nullptr",
+        ["test_blocks.py::test_bits_are_those_of_the_parts"],
+    ),
+    Mutation(
+        "the first block forgets that its input is the first input, too", "model/kernels/block_kernel.cpp",
+        "is_first ? s.of_residual + s.of_x0 : s.of_x0", "s.of_x0",
+        ["test_blocks.py::test_bits_are_those_of_the_parts"],
+    ),
+    Mutation(
+        "the gates' gradient takes the place of that of heads", "model/kernels/block_kernel.cpp",
+        "store_part(to, load_part(to, n) + v, n);", "store_part(to, v, n);",
+        ["test_blocks.py::test_bits_are_those_of_the_parts"],
+    ),
+    Mutation(
+        "blocks in one call forget the residual stream after the MLP", "model/kernels/linear_kernel.cpp",
+        "residual ? v + load_part(residual + at, n) : v", "v",
+        ["test_blocks.py::test_bits_are_those_of_the_parts"],
+    ),
+    Mutation(
+        "blocks in one call forget hooks", "model/kernels/blocks.py",
+        " and not _is_hooked(part))", ")",
+        ["test_blocks.py::test_what_is_computed_part_by_part"],
+    ),
+    Mutation(
+        "an edited part of a block has no effect on a CPU", "model/kernels/blocks.py",
+        ".startswith(WRITTEN_FOR)", ".startswith('')",
+        ["test_blocks.py::test_who_edits_the_text_gets_what_it_says"],
     ),
     Mutation(
         "the kernel's backward pass gives dropped values gradients", "model/kernels/attention_kernel.cpp",

@@ -1,6 +1,7 @@
 // Prints what the kernels for one type compute from numbers that every processor makes alike, one a line.
 
 #include "decode_kernel.cpp"
+#include "parts.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -9,32 +10,13 @@
 
 extern "C" {
 int products_are_permitted();
-void attention_forward(const real*, real*, float*, long, long, long, long, long, long, long, float, long, long);
-void attention_backward(const real*, const real*, const float*, const real*, real*, long, long, long, long, long, long,
-                        long, float, long, long);
-void norm_forward(const real*, const real*, float, float, real*, real*, float*, long, long, float, long);
-void norm_backward(const real*, const real*, const real*, const float*, const real*, const real*, float, float, real*,
-                   real*, double*, long, long, long);
-void heads_forward(long, long, long, long, long, const real*, const real*, const real*, const float*, const float*,
-                   float, real*, float*, long);
-void heads_backward(long, long, long, long, long, const real*, const real*, const float*, const real*, const real*,
-                    const float*, const float*, real*, real*, real*, long);
 void relu2_forward(const real*, real*, long, long);
 void relu2_backward(const real*, const real*, real*, long, long);
 void gelu(const real*, real*, real*, long, long);
 void head_loss(const real*, const float*, const int64_t*, real*, float*, double*, long, long, long, long, float, long);
 void capped_logits(const real*, const float*, float*, long, long, long, float, long);
-void layer_norm_forward(const real*, const real*, float, float, const float*, const float*, real*, real*, float*, long,
-                        long, float, long);
-void layer_norm_backward(const real*, const real*, const real*, const float*, const float*, float, float, real*, real*,
-                         float*, float*, long, long, long);
 void losses(const float*, const int64_t*, float*, long, long, long);
 void head_nats(const real*, const float*, const int64_t*, float*, long, long, long, float, long);
-void linear_forward(const real*, const float*, real*, long, long, long, long);
-void linear_backward(const real*, const float*, const real*, real*, float*, long, long, long, long);
-void mlp_forward(const real*, const float*, const float*, real*, real*, real*, long, long, long, long, long);
-void mlp_backward(const real*, const float*, const float*, const real*, const real*, const real*, real*, float*,
-                  float*, long, long, long, long);
 void softcap_forward(const float*, float*, float, long, long);
 void softcap_backward(const float*, const float*, float*, float, long, long);
 void dropout(const real*, real*, long, long, float, long, long);
@@ -118,7 +100,7 @@ void fused() {
     double sums[2];
     norm_forward(x.data(), y.data(), 0.9f, 0.3f, sum.data(), normed.data(), inverse.data(), rows, width, 1e-6f, 1);
     norm_backward(dsum.data(), dnormed.data(), sum.data(), inverse.data(), x.data(), y.data(), 0.9f, 0.3f, dx.data(),
-                  dy.data(), sums, rows, width, 1);
+                  dy.data(), dsum.data(), sums, rows, width, 1);
     for (auto* one : {&sum, &normed, &dx, &dy}) one->print();
     for (double one : sums) std::printf("%.9g\n", one);
     relu2_forward(x.data(), sum.data(), rows * width, 1);
@@ -190,7 +172,7 @@ void layers() {
     linear_backward(x.data(), up, dwide.data(), dx.data(), dup.data(), rows, width, hidden, 1);
     wide.print(), dx.print(), print(dup.data(), hidden * width);
     for (long gelu : {0, 1}) {
-        mlp_forward(x.data(), up, down, wide.data(), slope.data(), y.data(), rows, width, hidden, gelu, 1);
+        mlp_forward(x.data(), up, down, nullptr, wide.data(), slope.data(), y.data(), rows, width, hidden, gelu, 1);
         mlp_backward(x.data(), up, down, wide.data(), gelu ? slope.data() : nullptr, dy.data(), dx.data(), dup.data(),
                      ddown.data(), rows, width, hidden, 1);
         for (auto* one : {&wide, &slope, &y, &dx}) one->print();
@@ -205,6 +187,51 @@ void layer(long rows, long inputs, long outputs) {
     std::vector<float> dweight(outputs * inputs);
     linear_backward(x.data(), weight, dy.data(), dx.data(), dweight.data(), rows, inputs, outputs, 1);
     dx.print(), print(dweight.data(), outputs * inputs);
+}
+
+// Two blocks that are gated and rotated, with RMSNorm and their first input again, or that have LayerNorm and GELU. In
+// bfloat16 one: what is rounded otherwise in it would shift most numbers of the second.
+void blocks(bool gated) {
+    const long batch = 2, tokens = 35, rows = batch * tokens, n_head = 2, n_kv_head = 1, head_width = 22, width = 44;
+    const long all_heads = 4 * head_width, gate_width = gated ? 32 : 0, hidden = 51;
+    std::deque<Array<real>> reals;
+    std::deque<std::vector<float>> floats;
+    const auto array = [&](long n, bool there = true) { return there ? reals.emplace_back(n).data() : nullptr; };
+    const auto gradient = [&](long n, bool there = true) { return there ? floats.emplace_back(n).data() : nullptr; };
+    const auto weight = [](long n, bool there = true) { return there ? numbers(n, 0.3f) : nullptr; };
+    Array<real> x(rows * width, 1), value(rows * head_width, 1), dy(rows * width, 0.1f), dx0(rows * width);
+    const float *cos = weight(tokens * head_width / 2, gated), *sin = weight(tokens * head_width / 2, gated);
+    double factors[2][2] = {};
+    std::vector<Block> blocks;
+    std::vector<Gradients> gradients;
+    const long layers = sizeof(real) == 2 ? 1 : 2;
+    for (long layer = 0; layer < layers; layer++) {
+        const real* from = layer == 0 ? x.data() : blocks[0].y;
+        real* mixed = array(rows * width);
+        if (!gated) mixed = const_cast<real*>(from);
+        blocks.push_back({
+            batch, tokens, width, n_head, n_kv_head, head_width, gate_width, hidden, 20, gated, !gated,
+            gated ? 0.7f : 1, 1e-6f, gated ? 1e-6f : -1, gated ? 0.9f : 1, gated ? 0.3f : 0,
+            weight(width, !gated), weight(width, !gated), weight(all_heads * width), weight(gate_width, gated),
+            weight(width * width), weight(width, !gated), weight(width, !gated), weight(hidden * width),
+            weight(width * hidden), from, gated ? x.data() : nullptr, gated ? value.data() : nullptr, cos, sin,
+            mixed, array(rows * width), array(rows), array(rows * all_heads), array(rows * width), array(rows * width),
+            array(rows * width), array(rows * hidden), array(rows * hidden, !gated),
+            gradient(2 * rows), gradient(3 * rows), gradient(n_head * rows), gradient(2 * rows), array(rows * width),
+        });
+        gradients.push_back({
+            array(rows * head_width, gated), gradient(width, !gated), gradient(width, !gated), gradient(all_heads * width),
+            gradient(gate_width, gated), gradient(width * width), gradient(width, !gated), gradient(width, !gated),
+            gradient(hidden * width), gradient(width * hidden), factors[layer],
+        });
+    }
+    blocks_forward(blocks.data(), layers, 1);
+    blocks_backward(blocks.data(), gradients.data(), layers, dy.data(), dx0.data(), 1);
+    dx0.print();
+    for (auto& one : reals) one.print();
+    for (auto& one : floats) print(one.data(), one.size());
+    for (auto& both : factors)
+        for (double factor : both) std::printf("%.9g\n", factor);
 }
 
 // Two matrices, whose shorter and longer sides are no whole tiles and units.
@@ -273,6 +300,7 @@ int main() {
     layer(2100, 5, 20);  // both deeper than what is multiplied at a time
     layer(70, 5, 1100);
     layer(40, 140, 150);  // more panels than are multiplied by one at a time
+    blocks(true), blocks(false);
     muon(20, 45);
     muon(45, 20);
     muon(13, 13);

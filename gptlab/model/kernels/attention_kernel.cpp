@@ -18,6 +18,7 @@
 // A task is one key-value head of one sequence with all of its queries, computed by one thread in a fixed order. So the
 // bits depend neither on the number of threads nor, without dropout, on the rest of the batch.
 
+#include "parts.h"
 #include "products.h"
 #include "scratch.h"
 #include "tasks.h"
@@ -25,6 +26,7 @@
 #include <algorithm>
 #include <cmath>
 
+namespace attention {  // whose tiles are not those of panels.h
 namespace {
 
 // Rows of a tile, and vectors of its columns.
@@ -486,20 +488,21 @@ void backward(const real* heads, const real* y, const float* lse, const real* dy
 }
 
 }  // namespace
+}  // namespace attention
 
 extern "C" {
 
 // key_offset: 1 or 0; dropout: in [0, 1]; seed: which weights it zeroes.
 void attention_forward(const real* heads, real* y, float* lse, long batch, long tokens, long n_head, long n_kv_head,
                        long width, long window, long key_offset, float dropout, long seed, long threads) try {
-    const Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
-    forward(heads, y, lse, s, threads);
+    const attention::Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
+    attention::forward(heads, y, lse, s, threads);
 } catch (const std::bad_alloc&) { ran_out = true; }
 
 void attention_backward(const real* heads, const real* y, const float* lse, const real* dy, real* dheads,
                         long batch, long tokens, long n_head, long n_kv_head, long width, long window, long key_offset,
                         float dropout, long seed, long threads) try {
-    const Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
-    backward(heads, y, lse, dy, dheads, s, threads);
+    const attention::Shape s{batch, tokens, n_head, n_kv_head, width, window, key_offset, dropout, (uint64_t)seed};
+    attention::backward(heads, y, lse, dy, dheads, s, threads);
 } catch (const std::bad_alloc&) { ran_out = true; }
 }

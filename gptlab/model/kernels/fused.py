@@ -18,7 +18,7 @@ from gptlab.model.kernels import torch_ops
 from gptlab.model.kernels.library import Library, kernel_library, require_memory
 from gptlab.model.kernels.shapes import checked_targets, key_value_heads, require_head, require_shape, require_width
 
-_UNLIMITED = 2**62
+UNLIMITED = 2**62
 """The window of full attention."""
 loaded = Library()
 """What `ops.load_kernels` has loaded for a model."""
@@ -63,7 +63,7 @@ def prepare_heads(
 
 def attention(heads: Tensor, n_head: int, window: int | None, dropout: float, key_offset: bool = False) -> Tensor:
     seed = _drawn_seed() if dropout > 0 else 0
-    return _Attention.apply(heads, n_head, _UNLIMITED if window is None else window, key_offset, dropout, seed)
+    return _Attention.apply(heads, n_head, UNLIMITED if window is None else window, key_offset, dropout, seed)
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
@@ -174,7 +174,7 @@ class _SumAndNorm(torch.autograd.Function):
         total, inverse, *learned = ctx.saved_tensors
         sums = torch.empty(2, dtype=torch.float64) if ctx.learned else None
         given = inverse, *(learned or (None, None))  # x and y
-        dx, dy = _norm_backward("norm_backward", ctx.weights, gradients, total, given, (sums,))
+        dx, dy = _norm_backward("norm_backward", ctx.weights, gradients, total, given, (None, sums))
         of_weights = (None, None) if sums is None else sums.float().unbind()
         return dx, dy, *of_weights, None
 
@@ -327,7 +327,7 @@ class _MLP(torch.autograd.Function):
         x, up, out = x.contiguous(), up.float().contiguous(), out.float().contiguous()
         hidden, y = x.new_empty(*x.shape[:-1], len(up)), torch.empty_like(x)
         slope = torch.empty_like(hidden) if keep and activation == "gelu" else None
-        call("mlp_forward", x.dtype, x, up, out, hidden, slope, y, *ctx.sizes, activation == "gelu")
+        call("mlp_forward", x.dtype, x, up, out, None, hidden, slope, y, *ctx.sizes, activation == "gelu")
         ctx.save_for_backward(x, up, out, hidden, slope)
         return y
 
@@ -383,7 +383,7 @@ def _floats(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float().contiguous()
 
 
-def call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) -> None:
+def call(name: str, dtype: torch.dtype | None, *values: Tensor | float | ctypes.Array[Any] | None) -> None:
     """Call a function for activations of `dtype`, with the number of threads as the last argument. None: one for
     float32 logits, which is there whatever the type of activations. MemoryError if it finds too little memory."""
     library = loaded if dtype is None else kernel_library("bfloat16" if dtype == torch.bfloat16 else "float32")
@@ -394,6 +394,6 @@ def call(name: str, dtype: torch.dtype | None, *values: Tensor | float | None) -
     require_memory(library.functions, name)
 
 
-def _type_in_c(value: Tensor | float | None) -> Any:
-    """Tensors are pointers, integers long, other numbers float."""
+def _type_in_c(value: Tensor | float | ctypes.Array[Any] | None) -> Any:
+    """Tensors and arrays are pointers, integers long, other numbers float."""
     return ctypes.c_long if isinstance(value, int) else ctypes.c_float if isinstance(value, float) else ctypes.c_void_p

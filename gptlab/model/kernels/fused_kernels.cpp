@@ -6,6 +6,8 @@
 // fixed order, and sums over rows in CHUNKS parts: the bits do not depend on the number of threads.
 
 #include "activations.h"
+#include "heads.h"
+#include "parts.h"
 #include "scratch.h"
 #include "tasks.h"
 
@@ -47,11 +49,11 @@ void norm_forward(const real* x, const real* y, float a, float b, real* mixed, r
     }
 }
 
-// dx = a g and dy = b g, for g = dmixed + the gradient through the norm. `sums` (2): those of g x and of g y.
-// dmixed, y with dy, and sums may be null.
+// dx = a g and dy = b g + before, for g = dmixed + the gradient through the norm. `sums` (2): those of g x and of g y.
+// dmixed, y with dy, before, which may be dy, and sums may be null.
 void norm_backward(const real* dmixed, const real* dnormed, const real* mixed, const float* inverse, const real* x,
-                   const real* y, float a, float b, real* dx, real* dy, double* sums, long rows, long width,
-                   long threads) {
+                   const real* y, float a, float b, real* dx, real* dy, const real* before, double* sums, long rows,
+                   long width, long threads) {
     double parts[CHUNKS][2];
 #pragma omp parallel for schedule(static) num_threads(team(rows * width, threads))
     for (long chunk = 0; chunk < CHUNKS; chunk++) {
@@ -72,7 +74,7 @@ void norm_backward(const real* dmixed, const real* dnormed, const real* mixed, c
                     with_y += g * load_part(y + at + i, n);
                 }
                 store_part(dx + at + i, g * a, n);
-                if (dy) store_part(dy + at + i, g * b, n);
+                if (dy) store_part(dy + at + i, before ? g * b + load_part(before + at + i, n) : g * b, n);
             });
             of_x += sum_of(with_x);
             of_y += sum_of(with_y);
@@ -155,118 +157,30 @@ void layer_norm_backward(const real* dmixed, const real* dnormed, const real* mi
 
 namespace {
 
-struct Heads {
-    long rows, tokens, n_head, n_kv_head, width;  // rows = sequences * tokens; of the tables, row i is that of token i
-    long all() const { return n_head + 2 * n_kv_head; }
-};
-
-inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
-
-// Queries and keys: rotated by cos and sin (tokens, width / 2), where they are not null, then divided by their root mean
-// square, unless eps is negative; inverse (rows, n_head + n_kv_head) is what they were multiplied by. Values: plus
-// 2 sigmoid(gate) times `extra` (rows, n_kv_head, width), where gates (rows, n_kv_head) are not null.
-void heads_forward(const Heads& s, const real* heads, const real* gates, const real* extra, const float* cos,
-                   const float* sin, float eps, real* out, float* inverse, int threads) {
-    const long half = s.width / 2, rotated = s.n_head + s.n_kv_head;
-    const int most = team(s.rows * s.all() * s.width, threads);
+void heads_forward(const Heads& s, long rows, const real* heads, const real* gates, const real* extra, real* out,
+                   float* inverse, int threads) {
+    const int most = team(rows * s.token(), threads);
     const Rooms<float> all_turned(most, s.width);
 #pragma omp parallel num_threads(most)
     {
         float* turned = all_turned.own();
 #pragma omp for schedule(static)
-        for (long row = 0; row < s.rows; row++) {
-            const real* from = heads + row * s.all() * s.width;
-            real* to = out + row * s.all() * s.width;
-            const long table = row % s.tokens * half;
-            for (long head = 0; head < rotated; head++, from += s.width, to += s.width) {
-                if (cos)
-                    vectors(half, [&](long i, auto n) {
-                        const vec c = load_part(cos + table + i, n), si = load_part(sin + table + i, n);
-                        const vec first = load_part(from + i, n), second = load_part(from + half + i, n);
-                        store_part(turned + i, first * c + second * si, n);
-                        store_part(turned + half + i, second * c - first * si, n);
-                    });
-                else
-                    vectors(s.width, [&](long i, auto n) { store_part(turned + i, load_part(from + i, n), n); });
-                float factor = 1;
-                if (eps >= 0) {
-                    vec squares{};
-                    vectors(s.width, [&](long i, auto n) {
-                        const vec v = load_part(turned + i, n);
-                        squares += v * v;
-                    });
-                    factor = inverse[row * rotated + head] = 1 / std::sqrt(sum_of(squares) / s.width + eps);
-                }
-                vectors(s.width,
-                        [&](long i, auto n) { store_part(to + i, load_part(turned + i, n) * factor, n); });
-            }
-            for (long kv = 0; kv < s.n_kv_head; kv++, from += s.width, to += s.width) {
-                const long other = row * s.n_kv_head + kv;
-                const float gate = gates ? 2 * sigmoid(wide(gates[other])) : 0;
-                vectors(s.width, [&](long i, auto n) {
-                    vec v = load_part(from + i, n);
-                    if (gates) v += load_part(extra + other * s.width + i, n) * gate;
-                    store_part(to + i, v, n);
-                });
-            }
-        }
+        for (long row = 0; row < rows; row++)
+            s.prepare(row, heads + row * s.token(), gates ? gates + row * s.n_kv_head : nullptr, extra, out, inverse,
+                      turned);
     }
 }
 
-void heads_backward(const Heads& s, const real* dout, const real* out, const float* inverse, const real* gates,
-                    const real* extra, const float* cos, const float* sin, real* dheads, real* dgates, real* dextra,
-                    int threads) {
-    const long half = s.width / 2, rotated = s.n_head + s.n_kv_head;
-    const int most = team(s.rows * s.all() * s.width, threads);
+void heads_backward(const Heads& s, long rows, const real* dout, const real* out, const float* inverse, const real* gates,
+                    const real* extra, real* dheads, real* dgates, real* dextra, int threads) {
+    const int most = team(rows * s.token(), threads);
     const Rooms<float> all_turned(most, s.width);
 #pragma omp parallel num_threads(most)
     {
         float* turned = all_turned.own();
 #pragma omp for schedule(static)
-        for (long row = 0; row < s.rows; row++) {
-            const long at = row * s.all() * s.width, table = row % s.tokens * half;
-            const real *d = dout + at, *y = out + at;
-            real* to = dheads + at;
-            for (long head = 0; head < rotated; head++, d += s.width, y += s.width, to += s.width) {
-                float factor = 1, along = 0;
-                if (inverse) {
-                    vec products{};
-                    vectors(s.width,
-                            [&](long i, auto n) { products += load_part(d + i, n) * load_part(y + i, n); });
-                    factor = inverse[row * rotated + head];
-                    along = sum_of(products) / s.width * factor;
-                }
-                vectors(s.width, [&](long i, auto n) {
-                    vec g = load_part(d + i, n);
-                    if (inverse) g = g * factor - load_part(y + i, n) * along;
-                    store_part(turned + i, g, n);
-                });
-                if (cos)
-                    vectors(half, [&](long i, auto n) {
-                        const vec c = load_part(cos + table + i, n), si = load_part(sin + table + i, n);
-                        const vec first = load_part(turned + i, n);
-                        const vec second = load_part(turned + half + i, n);
-                        store_part(to + i, first * c - second * si, n);
-                        store_part(to + half + i, first * si + second * c, n);
-                    });
-                else
-                    vectors(s.width, [&](long i, auto n) { store_part(to + i, load_part(turned + i, n), n); });
-            }
-            for (long kv = 0; kv < s.n_kv_head; kv++, d += s.width, to += s.width) {
-                const long other = row * s.n_kv_head + kv;
-                const float share = gates ? sigmoid(wide(gates[other])) : 0;
-                vec products{};
-                vectors(s.width, [&](long i, auto n) {
-                    const vec g = load_part(d + i, n);
-                    store_part(to + i, g, n);
-                    if (gates) {
-                        products += g * load_part(extra + other * s.width + i, n);
-                        store_part(dextra + other * s.width + i, g * (2 * share), n);
-                    }
-                });
-                if (gates) store_part(dgates + other, all(sum_of(products) * 2 * share * (1 - share)), 1);
-            }
-        }
+        for (long row = 0; row < rows; row++)
+            s.gradient(row, dout, out, inverse, gates, extra, dheads + row * s.token(), dgates, dextra, turned);
     }
 }
 
@@ -290,15 +204,15 @@ extern "C" {
 void heads_forward(long rows, long tokens, long n_head, long n_kv_head, long width, const real* heads, const real* gates,
                    const real* extra, const float* cos, const float* sin, float eps, real* y, float* inverse,
                    long threads) try {
-    const Heads s{rows, tokens, n_head, n_kv_head, width};
-    heads_forward(s, heads, gates, extra, cos, sin, eps, y, inverse, threads);
+    const Heads s{tokens, n_head, n_kv_head, width, cos, sin, eps};
+    heads_forward(s, rows, heads, gates, extra, y, inverse, threads);
 } catch (const std::bad_alloc&) { ran_out = true; }
 
 void heads_backward(long rows, long tokens, long n_head, long n_kv_head, long width, const real* dy, const real* y,
                     const float* inverse, const real* gates, const real* extra, const float* cos, const float* sin,
                     real* dheads, real* dgates, real* dextra, long threads) try {
-    const Heads s{rows, tokens, n_head, n_kv_head, width};
-    heads_backward(s, dy, y, inverse, gates, extra, cos, sin, dheads, dgates, dextra, threads);
+    const Heads s{tokens, n_head, n_kv_head, width, cos, sin, -1};
+    heads_backward(s, rows, dy, y, inverse, gates, extra, dheads, dgates, dextra, threads);
 } catch (const std::bad_alloc&) { ran_out = true; }
 
 // y = max(x, 0)^2

@@ -39,10 +39,14 @@ _FOLDER = Path(__file__).parent
 # of its time (docs/LOG.md, 2026-11-29).
 _UNITS = tuple(
     tuple(_FOLDER / f"{name}.cpp" for name in names)
-    for names in (("attention_kernel", "fused_kernels"), ("head_kernel", "linear_kernel", "muon_kernel"))
+    for names in (
+        ("attention_kernel", "fused_kernels", "block_kernel"),
+        ("head_kernel", "linear_kernel", "muon_kernel"),
+    )
 )
 _HEADERS = tuple(
-    _FOLDER / f"{name}.h" for name in ("vectors", "products", "amx", "scratch", "tasks", "panels", "activations")
+    _FOLDER / f"{name}.h"
+    for name in ("vectors", "products", "amx", "scratch", "tasks", "panels", "layers", "activations", "heads", "parts")
 )
 _OPENMP = "-fopenmp"
 # The loop of a product's tile takes up to 8% longer where it does not begin at a cache line (Zen 3; docs/LOG.md,

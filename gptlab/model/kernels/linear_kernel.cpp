@@ -5,53 +5,12 @@
 // are float32. Each element is computed by one thread in a fixed order: the bits do not depend on the number of threads.
 
 #include "activations.h"
-#include "panels.h"
+#include "layers.h"
+#include "parts.h"
 
 #include <algorithm>
-#include <climits>
 
 namespace {
-
-// Gradients of weights take a slice of rows at a time. In bfloat16 it has SLICE_ELEMENTS of the wider operand, or at least
-// SLICE_ROWS rows. In float32 it has SUMMED_ROWS rows for each pair of threads, and sums are added to the result after each
-// SUMMED_ROWS, so that the bits do not depend on the number of threads.
-//
-// Few rows stay in the second cache, where a thread reads them again and again. On Zen 3, where it is small, slices of
-// 4,096 rows made an MLP's backward pass in float32 take 1.15 to 1.36 times as long. In bfloat16 few rows take 1 to 2%
-// longer on Zen 5 (docs/LOG.md, 2026-11-25 and 2026-11-26). By AMX, whose products wait for what is not in that cache,
-// slices of 4,096 rows made it take 1.27 times as long as slices of 512 (2026-11-28), and slices of 256 rows of a hidden
-// layer of 1,536, for each of which weights and their gradients are read, 1.17 times (2026-11-29).
-constexpr long SLICE_ELEMENTS = BY_AMX ? 1 << 18 : 1 << 22, SLICE_ROWS = BY_AMX ? 512 : 256;
-constexpr long SUMMED_ROWS = PAIRS ? LONG_MAX : 10 * HEIGHT;
-
-long slice_of(long rows, long width, int threads) {
-    const long most = PAIRS ? std::max(SLICE_ELEMENTS / width, SLICE_ROWS) : (threads + 1) / 2 * SUMMED_ROWS;
-    return round_up(std::min(rows, most), MR);
-}
-
-// x (height, width), at most HEIGHT rows that are `stride` apart, times panels: at(row, column, n, v) for each vector v of
-// the product, n numbers of which count. spare: room for all rows.
-template <class At>
-void multiply_rows(const real* x, long stride, long height, long width, const unit* panels, long columns, unit* spare,
-                   At at) {
-    const long depth = units_of(width), tiles = tiles_of(height);
-    const auto* rows = reinterpret_cast<const unit*>(x);
-    long a_row = stride / PER_UNIT;
-    if (height < tiles * MR || width % PER_UNIT || stride % PER_UNIT) {
-        pack_rows(x, stride, height, width, tiles, spare);
-        rows = spare, a_row = depth;
-    }
-    multiply(height, depth, rows, a_row, panels, columns, at);
-}
-
-// What stores a product in y (height, columns).
-auto into(real* y, long columns) {
-    return [=](long r, long c, auto n, vec v) { store_part(y + r * columns + c, v, n); };
-}
-
-struct Layer {
-    long rows, inputs, outputs;
-};
 
 // x (rows, inputs), weight (outputs, inputs) -> y (rows, outputs)
 void linear_forward(const Layer& s, const real* x, const float* weight, real* y, int threads) {
@@ -74,52 +33,15 @@ void linear_forward(const Layer& s, const real* x, const float* weight, real* y,
     }
 }
 
-void linear_backward(const Layer& s, const real* x, const float* weight, const real* dy, real* dx, float* dweight,
-                     int threads) {
-    const long depth = units_of(s.outputs), panels = panels_of(s.inputs);
-    const long slice = slice_of(s.rows, std::max(s.inputs, s.outputs), threads);
-    const bool x_left = x_is_left(s.outputs, s.inputs);
-    const auto down = room<unit>(panels * depth * NR);                         // the weights
-    const auto xs = room<unit>(panels * units_of(slice) * NR);                 // a slice of x
-    const auto dys = room<unit>(round_up(s.outputs, LEFT) * units_of(slice));  // and of dy
-    const int most = team(s.rows * s.outputs, threads);
-    const Rooms<unit> spares(most, HEIGHT * depth);
-    Tasks tasks(most);
-#pragma omp parallel num_threads(most)
-    {
-        const long thread = omp_get_thread_num(), n = omp_get_num_threads();
-        const Registers registers{};
-        unit* spare = spares.own();
-        pack<NR>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
-        for (long first = 0; first < s.rows; first += slice) {
-            const long here = std::min(slice, s.rows - first), units = depth_of(here);
-            const Share share = depth_share(units, thread, n);
-            const real *x_here = x + first * s.inputs, *dy_here = dy + first * s.outputs;
-            pack_outer<NR>(x_here, s.inputs, here, s.inputs, share, units, x_left, xs.get());
-            pack_outer<LEFT>(dy_here, s.outputs, here, s.outputs, share, units, !x_left, dys.get());
-#pragma omp barrier
-            const OuterProduct of_weight[] = {{dys.get(), xs.get(), s.outputs, s.inputs, dweight}};
-            const OuterProducts<1> products{of_weight, units, SUMMED_ROWS, first == 0};
-            const RowBlocks<> blocks(here);
-            tasks.each(blocks.count() + products.count(), [&](long task) {
-                if (task >= blocks.count()) return products.of(task - blocks.count());
-                blocks.of(task, [&](long row, long height) {
-                    multiply_rows(dy_here + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare,
-                                  into(dx + (first + row) * s.inputs, s.inputs));
-                });
-            });
-        }
-    }
-}
-
 struct MLP {
     long rows, width, hidden;
 };
 
-// hidden = A of x up^T, and slope its derivative, unless null; y = hidden out^T. x, y: (rows, width).
+// hidden = A of x up^T, and slope its derivative, unless null; y = hidden out^T, plus residual, unless null. x, residual, y:
+// (rows, width).
 template <class A>
-void mlp_forward(const MLP& s, const real* x, const float* up, const float* out, real* hidden, real* slope, real* y,
-                 int threads) {
+void mlp_forward(const MLP& s, const real* x, const float* up, const float* out, const real* residual, real* hidden,
+                 real* slope, real* y, int threads) {
     const long depth = units_of(s.width), of_hidden = units_of(s.hidden);
     const long wide = panels_of(s.hidden), narrow = panels_of(s.width);
     const auto ups = room<unit>(wide * depth * NR), outs = room<unit>(narrow * of_hidden * NR);
@@ -142,8 +64,10 @@ void mlp_forward(const MLP& s, const real* x, const float* up, const float* out,
                               store_part(h + r * s.hidden + c, at.value, n);
                               if (to_slope) store_part(to_slope + r * s.hidden + c, at.slope, n);
                           });
-            multiply_rows(h, s.hidden, height, s.hidden, outs.get(), s.width, spare,
-                          into(y + row * s.width, s.width));
+            multiply_rows(h, s.hidden, height, s.hidden, outs.get(), s.width, spare, [=](long r, long c, auto n, vec v) {
+                const long at = (row + r) * s.width + c;
+                store_part(y + at, residual ? v + load_part(residual + at, n) : v, n);
+            });
         });
     }
 }
@@ -209,22 +133,23 @@ int products_are_permitted() { return registers_are_permitted(); }
 
 void linear_forward(const real* x, const float* weight, real* y, long rows, long inputs, long outputs,
                     long threads) try {
-    const Layer s{rows, inputs, outputs};
+    const Layer s{rows, inputs, outputs, inputs};
     linear_forward(s, x, weight, y, threads);
 } catch (const std::bad_alloc&) { ran_out = true; }
 
 void linear_backward(const real* x, const float* weight, const real* dy, real* dx, float* dweight, long rows,
                      long inputs, long outputs, long threads) try {
-    const Layer s{rows, inputs, outputs};
-    linear_backward(s, x, weight, dy, dx, dweight, threads);
+    const Layer s{rows, inputs, outputs, inputs};
+    const auto dy_of = [=](long first, Share) { return dy + first * outputs; };
+    linear_backward(s, x, weight, dy_of, dweight, threads, into(dx, inputs));
 } catch (const std::bad_alloc&) { ran_out = true; }
 
 // The activation is GELU or else ReLU^2.
-void mlp_forward(const real* x, const float* up, const float* down, real* hidden, real* slope, real* y,
-                 long rows, long width, long hidden_width, long gelu, long threads) try {
+void mlp_forward(const real* x, const float* up, const float* down, const real* residual, real* hidden, real* slope,
+                 real* y, long rows, long width, long hidden_width, long gelu, long threads) try {
     const MLP s{rows, width, hidden_width};
     const auto forward = gelu ? mlp_forward<Gelu> : mlp_forward<Relu2>;
-    forward(s, x, up, down, hidden, slope, y, threads);
+    forward(s, x, up, down, residual, hidden, slope, y, threads);
 } catch (const std::bad_alloc&) { ran_out = true; }
 
 void mlp_backward(const real* x, const float* up, const float* down, const real* hidden, const real* slope,

@@ -3,6 +3,7 @@
 between matrix products   `fused` (float32 and bfloat16 on a CPU, not compiled), or `torch_ops`
 ACTIVATIONS               the same, or PyTorch
 linear layers             the same for many positions, by `runtime.products`, the MLP as one; else PyTorch
+all blocks                `blocks`, where `fused` would compute all of their parts; else part by part
 attention                 the same on a CPU; `torch_attention` on GPUs and with document masks
 embeddings                `embedding`, where there is `fused`; else PyTorch
 the gradients' norm       `fused`, or PyTorch
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -150,6 +151,15 @@ def mlp(x: Tensor, up: nn.Linear, activation: Callable[[Tensor], Tensor], out: n
     else:
         y = out(activation(up(x)))
     return y
+
+
+def whole_blocks(model: Any, x0: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    """What all blocks of the `GPT` make of x0, in one call; None where they have to compute one by one."""
+    if multiplication_of_many(x0) is None:
+        return None
+    from gptlab.model.kernels import blocks
+
+    return blocks.hidden(model, x0, tokens, rotary)
 
 
 def _suit_kernels(device: torch.device, dtype: torch.dtype) -> bool:

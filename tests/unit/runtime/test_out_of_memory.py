@@ -196,6 +196,9 @@ def test_too_little_for_a_kernel() -> None:
         heads, first = torch.ones(1, 64, 3, 2**16, requires_grad=True), torch.zeros(64, dtype=torch.long)
         config = ModelConfig(n_layer=1, n_head=1, n_embd=64, seq_len=64, vocab_size=64)
         model = build_model(config, device=torch.device("cpu"), compute_dtype=torch.float32, seed=1)
+        # One thread computes its norms, which need no memory for each.
+        small = build_model(replace(config, n_embd=32), device=torch.device("cpu"), compute_dtype=torch.float32, seed=1)
+        tokens = torch.zeros(4, 64, dtype=torch.long)
         calls: dict[str, Callable[[], object]] = {
             "linear_forward": partial(fused.linear, x, up),
             "linear_backward": fused.linear(x, up).sum().backward,
@@ -209,6 +212,8 @@ def test_too_little_for_a_kernel() -> None:
             "head_nats": partial(fused.head_nats, x, up, first, 4096, 15.0),
             "capped_logits": partial(fused.capped_logits, x, up, 4096, 15.0),
             "loss_and_gradient": partial(fused.loss_and_gradient, torch.zeros(1, 2**17), first[:1], 2**17, 15.0),
+            "blocks_forward": partial(small.hidden, tokens),
+            "blocks_backward": small.hidden(tokens).sum().backward,
             "decode_step": partial(Decoder(model, 1024).step, [1] * 1024),
         }
         torch.get_num_threads = lambda: 2**30

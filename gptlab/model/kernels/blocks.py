@@ -1,0 +1,265 @@
+"""The blocks of a GPT on CPUs as one function of autograd, by block_kernel.cpp: the kernels of their parts, without
+what PyTorch and Python do between two of them.
+
+Shapes: B sequences, T positions, C channels, H query heads, G key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+from collections.abc import Hashable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gptlab.model.kernels.fused import UNLIMITED, call
+
+WRITTEN_FOR = "d881012117fe3b77"
+"""The first digits of the SHA-256 of `computed_text`."""
+
+
+class _Facts(NamedTuple):
+    batch: int
+    tokens: int
+    width: int
+    n_head: int
+    n_kv_head: int
+    head_width: int
+    gate_width: int
+    """0 without gates."""
+    hidden_width: int
+    window: int
+    key_offset: bool
+    gelu: bool
+    of_attention: float
+    norm_eps: float
+    head_eps: float
+    """Negative without a norm of queries and keys."""
+
+
+_INTEGERS = _Facts._fields.index("of_attention")
+_WEIGHTS = "first_weight", "first_bias", "qkv", "gate", "out", "second_weight", "second_bias", "up", "down"
+_KEPT = (
+    "stream_in", "normed_in", "gates", "heads", "attended", "stream", "normed", "hidden", "slope", "moments_in",
+    "head_factors", "lse", "moments", "y",
+)  # fmt: skip
+
+
+class _Block(ctypes.Structure):
+    """`Block` in parts.h, which says what they are."""
+
+    _fields_ = [
+        *((name, ctypes.c_long) for name in _Facts._fields[:_INTEGERS]),
+        *((name, ctypes.c_float) for name in (*_Facts._fields[_INTEGERS:], "of_residual", "of_x0")),
+        *((name, ctypes.c_void_p) for name in (*_WEIGHTS, "x", "x0", "value", "cos", "sin", *_KEPT)),
+    ]
+
+
+class _Gradients(ctypes.Structure):
+    """`Gradients` there."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("dvalue", *_WEIGHTS, "factors")]
+
+
+def computed_text(model: type) -> str:
+    """What says in Python what block_kernel.cpp computes: the blocks of a class `GPT`, where its code comes from, and
+    how `ops` and `fused` compute their parts. OSError where that is no file, ValueError where names are other ones."""
+    gpt: Any = model.hidden.__code__.co_filename  # type: ignore[attr-defined]
+    ops, fused = (Path(__file__).with_name(f"{name}.py") for name in ("ops", "fused"))
+    texts = []
+    for file, first, after in (
+        (gpt, "class Linear(", "class GPT("), (gpt, "def hidden(", "def is_changed("),
+        (ops, "class OfBoth", "def look_up("), (ops, "def linear(", "def whole_blocks("),
+        (fused, "def rms_norm(", "def softcap("), (fused, "class _SumAndNorm(", "def call("),
+    ):  # fmt: skip
+        text = Path(file).read_text(encoding="utf-8")
+        texts.append(text[text.index(first) : text.index(after)])
+    return "".join(texts)
+
+
+@functools.cache
+def _is_written_for(model: Any) -> bool:
+    """Who has edited the text, which is then what the blocks compute, gets what it says."""
+    try:
+        return hashlib.sha256(computed_text(model).encode()).hexdigest().startswith(WRITTEN_FOR)
+    except (OSError, ValueError):
+        return False
+
+
+def hidden(model: Any, x0: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    """What all blocks of the `GPT` make of x0 (B, T, C); None for what they compute themselves, or refuse."""
+    layers, kind = list(model.blocks), cast(Hashable, type(model))
+    if not layers or not _is_written_for(kind):
+        return None
+    cos, sin = rotary or (None, None)
+    found = [_facts(block, model.made_of, x0) for block in layers]
+    mixes, tables = model.config.residual_lambdas, model.value_embeddings
+    factors = (model.residual_lambdas, model.x0_lambdas) if mixes else (None, None)
+    given: list[Tensor | None] = []
+    for number, one in enumerate(found):
+        if one is None:
+            return None
+        facts, weights = one
+        name = str(number)
+        value = model.look_up(tables[name], tokens) if name in tables else None
+        suits = (
+            (weights[3] is None) == (value is None)
+            and all(_has(one, torch.float32, (facts.tokens, facts.head_width // 2)) for one in (cos, sin))
+            and _has(value, x0.dtype, (facts.batch, facts.tokens, facts.n_kv_head * facts.head_width))
+            and not (mixes and weights[0] is not None)
+        )
+        if not suits:
+            return None
+        given += value, *weights
+    x0 = x0.contiguous()
+    y: Tensor = _Blocks.apply([one[0] for one in found if one], torch.is_grad_enabled(), *factors, x0, cos, sin, *given)
+    return y
+
+
+def _facts(block: Any, made_of: dict[type, Any], x: Tensor) -> tuple[_Facts, list[Any]] | None:
+    """What the kernel has to know of a block, and its weights; None where the kernel does not compute it."""
+    own = block._modules  # to find a module as an attribute takes PyTorch 0.7 us
+    attention, mlp, dropout = own["attention"], own["mlp"], own["dropout"]
+    inner, first, second = attention._modules, own["attention_norm"], own["mlp_norm"]
+    qkv, gate, qk_norm, out = inner.get("qkv"), inner.get("value_gate"), inner.get("qk_norm"), inner.get("out")
+    up, down = mlp._modules.get("up"), mlp._modules.get("out")
+    if not all(
+        part is None or (made_of.get(type(part)) is type(part).forward and not _is_hooked(part))
+        for part in (block, attention, mlp, first, second, qkv, gate, qk_norm, out, up, down)
+    ):
+        return None
+    drops = type(dropout) is not nn.Identity and (block.training or type(dropout) not in made_of)
+    if drops or _is_hooked(dropout) or (block.training and attention.dropout > 0) or attention.attend is not None:
+        return None
+    if type(first) is not type(second) or first.eps != second.eps or mlp.activation not in ("relu2", "gelu"):
+        return None
+    if any(part is not None and part._parameters["bias"] is not None for part in (qkv, gate, out, up, down)):
+        return None
+    weights: list[Any] = [
+        None if part is None else part._parameters.get(name)
+        for part, name in (
+            (first, "weight"), (first, "bias"), (qkv, "weight"), (gate, "weight"), (out, "weight"),
+            (second, "weight"), (second, "bias"), (up, "weight"), (down, "weight"),
+        )
+    ]  # fmt: skip
+    batch, tokens, width = x.shape
+    n_head, n_kv_head, head_width = attention.n_head, attention.n_kv_head, attention.head_dim
+    hidden_width, gate_width = len(weights[7]), 0 if gate is None else weights[3].shape[1]
+    expected = (
+        (width,), (width,), ((n_head + 2 * n_kv_head) * head_width, width), (n_kv_head, gate_width), (width, width),
+        (width,), (width,), (hidden_width, width), (width, hidden_width),
+    )  # fmt: skip
+    suits = (
+        gate_width <= width == n_head * head_width
+        and isinstance(first, nn.LayerNorm) == (weights[0] is not None)
+        and all(_has(one, torch.float32, shape) for one, shape in zip(weights, expected, strict=True))
+    )
+    facts = _Facts(
+        batch, tokens, width, n_head, n_kv_head, head_width, gate_width, hidden_width,
+        UNLIMITED if attention.window is None else attention.window, attention.key_offset, mlp.activation == "gelu",
+        block.attention_scale, first.eps, -1.0 if qk_norm is None else qk_norm.eps,
+    )  # fmt: skip
+    return (facts, weights) if suits else None
+
+
+def _is_hooked(part: nn.Module) -> bool:
+    return bool(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        or "forward" in part.__dict__
+    )  # fmt: skip
+
+
+def _has(tensor: Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether a kernel may read the tensor as one of this type and shape; or there is none."""
+    return tensor is None or (tensor.dtype == dtype and tensor.shape == shape and tensor.is_contiguous())
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, facts: list[_Facts], keep: bool, of_residual: Tensor | None, of_x0: Tensor | None, x0: Tensor,
+        cos: Tensor | None, sin: Tensor | None, *given: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """of_residual, of_x0: (layers,), or None. given: of each block the value embedding, and _WEIGHTS."""
+        ctx.facts = facts
+        ctx.factors = [(1.0, 0.0)] * len(facts)
+        if of_residual is not None and of_x0 is not None:
+            ctx.factors = list(zip(of_residual.tolist(), of_x0.tolist(), strict=True))
+        ctx.mixes, ctx.keeps = of_residual is not None, keep
+        y, kept = torch.empty_like(x0), x0.new_empty(_layout(ctx, x0, given)[0], dtype=torch.uint8)
+        call("blocks_forward", x0.dtype, _blocks(ctx, x0, cos, sin, given, kept, y), len(facts))
+        ctx.save_for_backward(x0, cos, sin, kept, *given)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x0, cos, sin, kept, *given = ctx.saved_tensors
+        made, dx0 = [None if one is None else torch.empty_like(one) for one in given], torch.empty_like(x0)
+        layers, each = len(ctx.facts), 1 + len(_WEIGHTS)
+        of_factors = x0.new_empty(layers, 2, dtype=torch.float64) if ctx.mixes else None
+        gradients = (_Gradients * layers)()
+        for layer in range(layers):
+            of_layer = None if of_factors is None else of_factors[layer]
+            gradients[layer] = _Gradients(*map(_address, (*made[each * layer : each * (layer + 1)], of_layer)))
+        blocks = _blocks(ctx, x0, cos, sin, given, kept, None)
+        call("blocks_backward", x0.dtype, blocks, gradients, layers, dy.contiguous(), dx0)
+        of_both = (None, None) if of_factors is None else of_factors.float().unbind(1)
+        return None, None, *of_both, dx0, None, None, *made
+
+
+def _blocks(
+    ctx: Any, x0: Tensor, cos: Tensor | None, sin: Tensor | None, given: Sequence[Tensor | None], kept: Tensor,
+    y: Tensor | None,
+) -> Any:  # fmt: skip
+    """An array of `_Block`. y: of the last one, which is not kept."""
+    _, layout = _layout(ctx, x0, given)
+    x: int | None = x0.data_ptr()
+    of_x0, tables = x if ctx.mixes else None, (_address(cos), _address(sin))
+    each, begin = 1 + len(_WEIGHTS), kept.data_ptr()
+    blocks = (_Block * len(layout))()
+    for layer, offsets in enumerate(layout):
+        value, *weights = map(_address, given[each * layer : each * (layer + 1)])
+        places = [None if offset is None else begin + offset for offset in offsets]
+        if not ctx.mixes:
+            places[0] = x  # what is normed
+        if layer == len(layout) - 1:
+            places[-1] = _address(y)
+        blocks[layer] = _Block(*ctx.facts[layer], *ctx.factors[layer], *weights, x, of_x0, value, *tables, *places)
+        x = places[-1]
+    return blocks
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _layout(ctx: Any, x0: Tensor, given: Sequence[Tensor | None]) -> tuple[int, list[tuple[int | None, ...]]]:
+    """The bytes that are kept, and where among them each of _KEPT begins for each block; None for what it lacks."""
+    begin, layout = 0, []
+    for layer, facts in enumerate(ctx.facts):
+        is_layer_norm, is_last = given[1] is not None, layer == len(ctx.facts) - 1
+        n_bytes = _bytes(facts, x0.element_size(), ctx.mixes, is_layer_norm, ctx.keeps, is_last)
+        *begins, end = accumulate((-(-n // 64) * 64 for n in n_bytes), initial=begin)  # whole lines of the cache
+        layout.append(tuple(place if n else None for place, n in zip(begins, n_bytes, strict=True)))
+        begin = end
+    return begin, layout
+
+
+@functools.cache
+def _bytes(s: _Facts, real_bytes: int, mixes: bool, is_layer_norm: bool, keeps: bool, is_last: bool) -> list[int]:
+    """The size of each of _KEPT."""
+    heads, moments = s.n_head + 2 * s.n_kv_head, 1 + is_layer_norm
+    reals = (
+        s.width * mixes, s.width, s.n_kv_head * (s.gate_width > 0), heads * s.head_width, s.width, s.width, s.width,
+        s.hidden_width, s.hidden_width * (keeps and s.gelu),
+    )  # fmt: skip
+    floats = moments, (s.n_head + s.n_kv_head) * (s.head_eps >= 0), s.n_head, moments
+    of_row = [*(n * real_bytes for n in reals), *(4 * n for n in floats), 0 if is_last else s.width * real_bytes]
+    return [s.batch * s.tokens * n for n in of_row]
