@@ -61,6 +61,9 @@ void norm_backward(const real* dmixed, const real* dnormed, const real* mixed, c
         for (long row = rows * chunk / CHUNKS; row < rows * (chunk + 1) / CHUNKS; row++) {
             const long at = row * width;
             const float factor = inverse[row];
+            const long ahead = at + 8 * width;  // see `prefetch`
+            prefetch(mixed + ahead, width);
+            if (sums) prefetch(x + ahead, width), prefetch(y + ahead, width);
             vec products{}, with_x{}, with_y{};
             vectors(width, [&](long i, auto n) {
                 products += load_part(dnormed + at + i, n) * load_part(mixed + at + i, n);
@@ -313,6 +316,7 @@ void sum_of_squares(const Array* arrays, long count, double* total, long threads
         const Array part = parts[i];
         wide_vec squares{};
         vectors(part.size, [&](long at, auto n) {
+            __builtin_prefetch(part.elements + at + 512);  // it takes 0.7 of the time (docs/LOG.md, 2026-11-29)
             const wide_vec x = __builtin_convertvector(load_part(part.elements + at, n), wide_vec);
             squares += x * x;
         });

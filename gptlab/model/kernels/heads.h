@@ -60,8 +60,12 @@ struct Heads {
     // The gradients of `from`, of the gates and of the embedding. to: of this row; all others: of all rows.
     void gradient(long row, const real* dout, const real* out, const float* inverse, const real* gates,
                   const real* embedding, real* to, real* dgates, real* dembedding, float* turned) const {
+        constexpr long AHEAD = 4;  // see `prefetch`
         const long half = width / 2, table = row % tokens * half;
         const real *d = dout + row * token(), *y = out + row * token();
+        prefetch(d + AHEAD * token(), token());
+        prefetch(y + AHEAD * token(), token());
+        if (gates) prefetch(embedding + (row + AHEAD) * n_kv_head * width, n_kv_head * width);
         for (long head = 0; head < rotated(); head++, d += width, y += width, to += width) {
             float factor = 1, along = 0;
             if (inverse) {

@@ -95,6 +95,8 @@ void pack(const S* matrix, long stride, long rows, long width, Share which, long
             for (long u = u0; u < std::min(u0 + BLOCK, which.last); u++)
                 for (long i = 0; i < WIDTH; i += W) {
                     const long row = u * PER_UNIT, n = std::max(0L, width - c - i);
+                    for (long r = 0; r < PER_UNIT; r++)
+                        __builtin_prefetch(matrix + (row + r) * stride + c + i + 2 * WIDTH);  // as `prefetch`
                     store(panels + (c * depth + u * WIDTH) + i,
                           load_units_down(matrix + row * stride + c + i, stride, rows - row, n));
                 }
