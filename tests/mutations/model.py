@@ -121,7 +121,7 @@ MUTATIONS = [
     ),
     Mutation(
         "blocks in one call forget hooks", "model/kernels/blocks.py",
-        " and not _is_hooked(part))", ")",
+        " and not _is_hooked(part)\n", "\n",
         ["test_blocks.py::test_what_is_computed_part_by_part"],
     ),
     Mutation(

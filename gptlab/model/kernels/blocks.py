@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -92,8 +92,11 @@ def _is_written_for(model: Any) -> bool:
         return False
 
 
-def hidden(model: Any, x0: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor | None:
-    """What all blocks of the `GPT` make of x0 (B, T, C); None for what they compute themselves, or refuse."""
+def hidden(
+    model: Any, x0: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor] | None, activations: Collection[str]
+) -> Tensor | None:  # fmt: skip
+    """What all blocks of the `GPT` make of x0 (B, T, C); None for what they compute themselves, or refuse, and for
+    activations of other names."""
     layers, kind = list(model.blocks), cast(Hashable, type(model))
     if not layers or not _is_written_for(kind):
         return None
@@ -102,8 +105,8 @@ def hidden(model: Any, x0: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor]
     mixes, tables = model.config.residual_lambdas, model.value_embeddings
     factors = (model.residual_lambdas, model.x0_lambdas) if mixes else (None, None)
     given: list[Tensor | None] = []
-    for number, one in enumerate(found):
-        if one is None:
+    for number, (block, one) in enumerate(zip(layers, found, strict=True)):
+        if one is None or block.mlp.activation not in activations:
             return None
         facts, weights = one
         name = str(number)
@@ -124,20 +127,20 @@ def hidden(model: Any, x0: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor]
 
 def _facts(block: Any, made_of: dict[type, Any], x: Tensor) -> tuple[_Facts, list[Any]] | None:
     """What the kernel has to know of a block, and its weights; None where the kernel does not compute it."""
+    if not _is_own(block, made_of):
+        return None
     own = block._modules  # to find a module as an attribute takes PyTorch 0.7 us
     attention, mlp, dropout = own["attention"], own["mlp"], own["dropout"]
     inner, first, second = attention._modules, own["attention_norm"], own["mlp_norm"]
     qkv, gate, qk_norm, out = inner.get("qkv"), inner.get("value_gate"), inner.get("qk_norm"), inner.get("out")
     up, down = mlp._modules.get("up"), mlp._modules.get("out")
-    if not all(
-        part is None or (made_of.get(type(part)) is type(part).forward and not _is_hooked(part))
-        for part in (block, attention, mlp, first, second, qkv, gate, qk_norm, out, up, down)
-    ):
+    all_parts = attention, mlp, first, second, qkv, gate, qk_norm, out, up, down
+    if not all(part is None or _is_own(part, made_of) for part in all_parts):
         return None
     drops = type(dropout) is not nn.Identity and (block.training or type(dropout) not in made_of)
     if drops or _is_hooked(dropout) or (block.training and attention.dropout > 0) or attention.attend is not None:
         return None
-    if type(first) is not type(second) or first.eps != second.eps or mlp.activation not in ("relu2", "gelu"):
+    if type(first) is not type(second) or first.eps != second.eps:
         return None
     if any(part is not None and part._parameters["bias"] is not None for part in (qkv, gate, out, up, down)):
         return None
@@ -166,6 +169,10 @@ def _facts(block: Any, made_of: dict[type, Any], x: Tensor) -> tuple[_Facts, lis
         block.attention_scale, first.eps, -1.0 if qk_norm is None else qk_norm.eps,
     )  # fmt: skip
     return (facts, weights) if suits else None
+
+
+def _is_own(part: nn.Module, made_of: dict[type, Any]) -> bool:
+    return made_of.get(type(part)) is type(part).forward and not _is_hooked(part)
 
 
 def _is_hooked(part: nn.Module) -> bool:

@@ -159,7 +159,8 @@ def whole_blocks(model: Any, x0: Tensor, tokens: Tensor, rotary: tuple[Tensor, T
         return None
     from gptlab.model.kernels import blocks
 
-    return blocks.hidden(model, x0, tokens, rotary)
+    activations = [name for name, kind in ACTIVATIONS.items() if isinstance(kind, OfBoth) and kind.name == name]
+    return blocks.hidden(model, x0, tokens, rotary, activations)
 
 
 def _suit_kernels(device: torch.device, dtype: torch.dtype) -> bool:

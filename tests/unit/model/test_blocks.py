@@ -209,6 +209,7 @@ CHANGES: dict[str, Callable[[Block], object]] = {
     "own forward": lambda one: setattr(one.mlp, "forward", lambda x: x),
     "patched": lambda one: mock.patch.object(MLP, "forward", lambda self, x: x).start(),
     "own block": lambda one: setattr(one, "__class__", OwnBlock),
+    "patched activation": lambda one: mock.patch.dict(ops.ACTIVATIONS, {"gelu": torch.sin}).start(),
     "own part": set_part("mlp", OwnMLP(CLASSIC)),
     "own part without parts": set_part("mlp", nn.Identity()),
     "own attention without parts": set_part("attention", OwnAttention()),
@@ -244,6 +245,12 @@ def test_what_is_computed_part_by_part(change: str) -> None:
     assert not in_one_call(compute)
     assert (found[0] is None) == (change == "no norm's weight")
     mock.patch.stopall()
+
+
+def test_a_block_of_a_callers_own() -> None:
+    model = built(CLASSIC)
+    model.blocks[1] = OwnAttention()
+    assert not in_one_call(lambda: model(tokens()))
 
 
 def test_dropout_is_none_in_evaluation() -> None:
