@@ -111,7 +111,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gates' gradient takes the place of that of heads", "model/kernels/block_kernel.cpp",
-        "store_part(to, load_part(to, n) + v, n);", "store_part(to, v, n);",
+        "g.gate, dnormed, true, threads)", "g.gate, dnormed, false, threads)",
         ["test_blocks.py::test_bits_are_those_of_the_parts"],
     ),
     Mutation(

@@ -58,31 +58,20 @@ void heads_forward(const Block& s, int threads) {
 // From the gradient of what attention takes: those of the weights, of `value`, and of the normed inputs.
 void heads_backward(const Block& s, const real* dheads, const Gradients& g, real* dnormed, int threads) {
     const Heads prepared = heads_of(s);
-    const long token = prepared.token();
-    const auto gates = room<real>(s.gate ? s.rows() * s.n_kv_head : 0);  // their gradients
-    const Layer qkv{s.rows(), s.width, token, s.width};
-    if (s.prepares()) {
-        const long slice = slice_of(qkv.rows, std::max(qkv.inputs, qkv.outputs), threads);
-        const auto products = room<real>(slice * token);  // their gradients, of a slice of rows
-        const Rooms<float> all_turned(threads, s.head_width);
-        const auto products_of = [&](long first, Share rows) {
-            for (long r = rows.first; r < rows.last; r++)
-                prepared.gradient(first + r, dheads, s.heads, s.head_eps < 0 ? nullptr : s.head_factors, s.gates, s.value,
-                                  products.get() + r * token, gates.get(), g.dvalue, all_turned.own());
-            return products.get();
-        };
-        linear_backward(qkv, s.normed_in, s.qkv, products_of, g.qkv, threads, into(dnormed, s.width));
-    } else {
-        const auto products_of = [&](long first, Share) { return dheads + first * token; };
-        linear_backward(qkv, s.normed_in, s.qkv, products_of, g.qkv, threads, into(dnormed, s.width));
-    }
-    if (!s.gate) return;
-    const Layer gate{s.rows(), s.gate_width, s.n_kv_head, s.width};
-    const auto gates_of = [&](long first, Share) { return gates.get() + first * s.n_kv_head; };
-    linear_backward(gate, s.normed_in, s.gate, gates_of, g.gate, threads, [&](long r, long c, auto n, vec v) {
-        real* to = dnormed + r * s.width + c;
-        store_part(to, load_part(to, n) + v, n);
-    });
+    const LinearLayer qkv{s.rows(), s.width, prepared.token(), s.width}, gate{s.rows(), s.gate_width, s.n_kv_head, s.width};
+    const auto products = room<real>(slice_of(qkv.rows, std::max(qkv.inputs, qkv.outputs), threads) * qkv.outputs);
+    const auto gates = room<real>(s.gate ? s.rows() * s.n_kv_head : 0);
+    const Rooms<float> all_turned(threads, s.head_width);
+    const auto of_products = [&](long first, long from, long to) {
+        if (!s.prepares()) return dheads + first * qkv.outputs;
+        for (long r = from; r < to; r++)
+            prepared.gradient(first + r, dheads, s.heads, s.head_eps < 0 ? nullptr : s.head_factors, s.gates, s.value,
+                              products.get() + r * qkv.outputs, gates.get(), g.dvalue, all_turned.own());
+        return (const real*)products.get();
+    };
+    layer_backward(qkv, s.normed_in, s.qkv, of_products, g.qkv, dnormed, false, threads);
+    const auto of_gates = [&](long first, long, long) { return gates.get() + first * s.n_kv_head; };
+    if (s.gate) layer_backward(gate, s.normed_in, s.gate, of_gates, g.gate, dnormed, true, threads);
 }
 
 void forward(const Block& s, long threads) {

@@ -1,4 +1,4 @@
-// Linear layers without bias on a CPU.
+// Products of rows by the weights of linear layers, and slices of rows for the gradients of weights.
 
 #pragma once
 
@@ -41,55 +41,12 @@ void multiply_rows(const real* x, long stride, long height, long width, const un
     multiply(height, depth, rows, a_row, panels, columns, at);
 }
 
-// What stores a product in y (height, columns).
-auto into(real* y, long columns) {
-    return [=](long r, long c, auto n, vec v) { store_part(y + r * columns + c, v, n); };
-}
-
-struct Layer {
-    long rows, inputs, outputs, x_stride;  // rows of x are so far apart
-};
-
-// The gradient of a weight (outputs, inputs), and that of x: at(row, column, n, v) for each vector v of it, n numbers of
-// which count. dy_of(first, rows): the gradients of the layer's results from the row `first` on, of which those of `rows`
-// have to be there when the thread returns, which are others for each thread, and those of its slice when all have.
-template <class Rows, class At>
-void linear_backward(const Layer& s, const real* x, const float* weight, Rows dy_of, float* dweight, int threads, At at) {
-    const long depth = units_of(s.outputs), panels = panels_of(s.inputs);
-    const long slice = slice_of(s.rows, std::max(s.inputs, s.outputs), threads);
-    const bool x_left = x_is_left(s.outputs, s.inputs);
-    const auto down = room<unit>(panels * depth * NR);                         // the weights
-    const auto xs = room<unit>(panels * units_of(slice) * NR);                 // a slice of x
-    const auto dys = room<unit>(round_up(s.outputs, LEFT) * units_of(slice));  // and of dy
-    const int most = team(s.rows * s.outputs, threads);
-    const Rooms<unit> spares(most, HEIGHT * depth);
-    Tasks tasks(most);
-#pragma omp parallel num_threads(most)
-    {
-        const long thread = omp_get_thread_num(), n = omp_get_num_threads();
-        const Registers registers{};
-        unit* spare = spares.own();
-        pack<NR>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
-        for (long first = 0; first < s.rows; first += slice) {
-            const long here = std::min(slice, s.rows - first), units = depth_of(here);
-            const Share share = depth_share(units, thread, n);
-            const Share rows(std::min(share.first * PER_UNIT, here), std::min(share.last * PER_UNIT, here));
-            const real *x_here = x + first * s.x_stride, *dy_here = dy_of(first, rows);
-            pack_outer<NR>(x_here, s.x_stride, here, s.inputs, share, units, x_left, xs.get());
-            pack_outer<LEFT>(dy_here, s.outputs, here, s.outputs, share, units, !x_left, dys.get());
-#pragma omp barrier
-            const OuterProduct of_weight[] = {{dys.get(), xs.get(), s.outputs, s.inputs, dweight}};
-            const OuterProducts<1> products{of_weight, units, SUMMED_ROWS, first == 0};
-            const RowBlocks<> blocks(here);
-            tasks.each(blocks.count() + products.count(), [&](long task) {
-                if (task >= blocks.count()) return products.of(task - blocks.count());
-                blocks.of(task, [&](long row, long height) {
-                    multiply_rows(dy_here + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare,
-                                  [&](long r, long c, auto count, vec v) { at(first + row + r, c, count, v); });
-                });
-            });
-        }
-    }
+// What stores a product in y (height, columns), whose rows are `stride` apart, or adds it there.
+auto into(real* y, long stride, bool add = false) {
+    return [=](long r, long c, auto n, vec v) {
+        real* to = y + r * stride + c;
+        store_part(to, add ? v + load_part(to, n) : v, n);
+    };
 }
 
 }  // namespace

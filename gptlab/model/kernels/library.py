@@ -40,8 +40,8 @@ _FOLDER = Path(__file__).parent
 _UNITS = tuple(
     tuple(_FOLDER / f"{name}.cpp" for name in names)
     for names in (
-        ("attention_kernel", "fused_kernels", "block_kernel"),
-        ("head_kernel", "linear_kernel", "muon_kernel"),
+        ("attention_kernel", "fused_kernels", "muon_kernel"),
+        ("head_kernel", "linear_kernel", "block_kernel"),
     )
 )
 _HEADERS = tuple(

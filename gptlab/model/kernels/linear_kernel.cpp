@@ -13,7 +13,7 @@
 namespace {
 
 // x (rows, inputs), weight (outputs, inputs) -> y (rows, outputs)
-void linear_forward(const Layer& s, const real* x, const float* weight, real* y, int threads) {
+void linear_forward(const LinearLayer& s, const real* x, const float* weight, real* y, int threads) {
     const long depth = units_of(s.inputs), panels = panels_of(s.outputs);
     const auto up = room<unit>(panels * depth * NR);  // the transposed weights
     const int most = team(s.rows * s.outputs, threads);
@@ -126,6 +126,45 @@ void mlp_backward(const MLP& s, const real* x, const float* up, const float* out
 
 }  // namespace
 
+void layer_backward(const LinearLayer& s, const real* x, const float* weight, const RowsOf& dy_of, float* dweight,
+                    real* dx, bool add, int threads) {
+    const long depth = units_of(s.outputs), panels = panels_of(s.inputs);
+    const long slice = slice_of(s.rows, std::max(s.inputs, s.outputs), threads);
+    const bool x_left = x_is_left(s.outputs, s.inputs);
+    const auto down = room<unit>(panels * depth * NR);                         // the weights
+    const auto xs = room<unit>(panels * units_of(slice) * NR);                 // a slice of x
+    const auto dys = room<unit>(round_up(s.outputs, LEFT) * units_of(slice));  // and of dy
+    const int most = team(s.rows * s.outputs, threads);
+    const Rooms<unit> spares(most, HEIGHT * depth);
+    Tasks tasks(most);
+#pragma omp parallel num_threads(most)
+    {
+        const long thread = omp_get_thread_num(), n = omp_get_num_threads();
+        const Registers registers{};
+        unit* spare = spares.own();
+        pack<NR>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
+        for (long first = 0; first < s.rows; first += slice) {
+            const long here = std::min(slice, s.rows - first), units = depth_of(here);
+            const Share share = depth_share(units, thread, n);
+            const Share rows(std::min(share.first * PER_UNIT, here), std::min(share.last * PER_UNIT, here));
+            const real *x_here = x + first * s.stride, *dy_here = dy_of(first, rows.first, rows.last);
+            pack_outer<NR>(x_here, s.stride, here, s.inputs, share, units, x_left, xs.get());
+            pack_outer<LEFT>(dy_here, s.outputs, here, s.outputs, share, units, !x_left, dys.get());
+#pragma omp barrier
+            const OuterProduct of_weight[] = {{dys.get(), xs.get(), s.outputs, s.inputs, dweight}};
+            const OuterProducts<1> products{of_weight, units, SUMMED_ROWS, first == 0};
+            const RowBlocks<> blocks(here);
+            tasks.each(blocks.count() + products.count(), [&](long task) {
+                if (task >= blocks.count()) return products.of(task - blocks.count());
+                blocks.of(task, [&](long row, long height) {
+                    multiply_rows(dy_here + row * s.outputs, s.outputs, height, s.outputs, down.get(), s.inputs, spare,
+                                  into(dx + (first + row) * s.stride, s.stride, add));
+                });
+            });
+        }
+    }
+}
+
 extern "C" {
 
 // Whether the operating system lets this process use the registers that products take. To be called before them.
@@ -133,15 +172,13 @@ int products_are_permitted() { return registers_are_permitted(); }
 
 void linear_forward(const real* x, const float* weight, real* y, long rows, long inputs, long outputs,
                     long threads) try {
-    const Layer s{rows, inputs, outputs, inputs};
-    linear_forward(s, x, weight, y, threads);
+    linear_forward(LinearLayer{rows, inputs, outputs, inputs}, x, weight, y, threads);
 } catch (const std::bad_alloc&) { ran_out = true; }
 
 void linear_backward(const real* x, const float* weight, const real* dy, real* dx, float* dweight, long rows,
                      long inputs, long outputs, long threads) try {
-    const Layer s{rows, inputs, outputs, inputs};
-    const auto dy_of = [=](long first, Share) { return dy + first * outputs; };
-    linear_backward(s, x, weight, dy_of, dweight, threads, into(dx, inputs));
+    const auto dy_of = [=](long first, long, long) { return dy + first * outputs; };
+    layer_backward({rows, inputs, outputs, inputs}, x, weight, dy_of, dweight, dx, false, threads);
 } catch (const std::bad_alloc&) { ran_out = true; }
 
 // The activation is GELU or else ReLU^2.

@@ -4,6 +4,8 @@
 
 #include "vectors.h"
 
+#include <functional>
+
 // A block, for block_kernel.cpp. Addresses are null where it lacks what is there. blocks.py has the same fields in the same
 // order, and those of its gradients.
 struct Block {
@@ -27,6 +29,19 @@ struct Gradients {
     float *first_weight, *first_bias, *qkv, *gate, *out, *second_weight, *second_bias, *up, *down;
     double* factors;  // of_residual's and of_x0's
 };
+
+// A linear layer. Rows of x, and of its gradient, are `stride` apart.
+struct LinearLayer {
+    long rows, inputs, outputs, stride;
+};
+
+// (first, from, to) -> the gradients of a layer's results from the row `first` on. Those of the rows `from` to `to` of them
+// are there when this returns, and when it has returned in all threads, those of all rows of a slice.
+using RowsOf = std::function<const real*(long, long, long)>;
+
+// The gradients of a weight (outputs, inputs), and of x, added to what is there if `add`.
+void layer_backward(const LinearLayer& layer, const real* x, const float* weight, const RowsOf& dy_of, float* dweight,
+                    real* dx, bool add, int threads);
 
 extern "C" {
 
