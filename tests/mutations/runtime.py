@@ -265,7 +265,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a library that is a little faster multiplies", "model/kernels/choice.py",
-        "CLEARLY = 0.92", "CLEARLY = 1.0",
+        "CLEARLY = 0.90", "CLEARLY = 1.0",
         ["test_choice.py::test_the_library_is_chosen_where_it_is_clearly_faster"],
     ),
     Mutation(
