@@ -106,7 +106,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first block forgets that its input is the first input, too", "model/kernels/block_kernel.cpp",
-        "is_first ? s.of_residual + s.of_x0 : s.of_x0", "s.of_x0",
+        "is_first ? nullptr : dx, dx0", "dx, dx0",
         ["test_blocks.py::test_bits_are_those_of_the_parts"],
     ),
     Mutation(
@@ -116,7 +116,12 @@ MUTATIONS = [
     ),
     Mutation(
         "blocks in one call forget the residual stream after the MLP", "model/kernels/linear_kernel.cpp",
-        "residual ? v + load_part(residual + at, n) : v", "v",
+        "residual ? rounded<real>(v) + load_part(residual + at, n) : v", "v",
+        ["test_blocks.py::test_bits_are_those_of_the_parts"],
+    ),
+    Mutation(
+        "blocks in one call add the first input's gradient before it is rounded", "model/kernels/fused_kernels.cpp",
+        "sum = rounded<real>(sum) + load_part(before", "sum = sum + load_part(before",
         ["test_blocks.py::test_bits_are_those_of_the_parts"],
     ),
     Mutation(

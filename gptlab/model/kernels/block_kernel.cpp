@@ -1,5 +1,5 @@
 // The blocks of a GPT on a CPU, forward and backward: the kernels of their parts one after the other, as `Block.forward` has
-// them. What PyTorch and Python do between two kernels, which have left them no cache, took a tenth of quickstart's steps
+// them, with the same bits. What PyTorch and Python do between two kernels, which have left them no cache, took a tenth of quickstart's steps
 // and a quarter of those of small models (docs/LOG.md, 2026-11-29).
 
 #include "heads.h"
@@ -98,6 +98,15 @@ struct Between {
           heads(room<real>(s.rows() * heads_of(s).token())) {}
 };
 
+// Of two gradients of one tensor, rounded as autograd adds them. to may be one of them.
+void add(const real* a, const real* b, long count, real* to, long threads) {
+#pragma omp parallel for schedule(static) num_threads(team(count, threads))
+    for (long i = 0; i < count; i += W) {
+        const long n = std::min<long>(W, count - i);
+        store_part(to + i, load_part(a + i, n) + load_part(b + i, n), n);
+    }
+}
+
 // dx may be dy. dx0, where it is added again: its gradient, added to what is there unless this is the last block. With the
 // first block, whose x it is, that is all of it.
 void backward(const Block& s, const Gradients& g, const real* dy, real* dx, real* dx0, bool is_first, bool is_last,
@@ -120,13 +129,17 @@ void backward(const Block& s, const Gradients& g, const real* dy, real* dx, real
     attention_backward(s.heads, s.attended, s.lse, attended, heads, s.batch, s.tokens, s.n_head, s.n_kv_head, s.head_width,
                        s.window, s.key_offset, 0, 0, threads);
     heads_backward(s, heads, g, normed, threads);
+    if (s.x0)
+        return norm_backward(stream, normed, s.stream_in, s.moments_in, s.x, s.x0, s.of_residual, s.of_x0,
+                             is_first ? nullptr : dx, dx0, is_last ? nullptr : dx0, g.factors, rows, s.width, threads);
+    const real* added = PAIRS ? nullptr : stream;  // in bfloat16, the norm's gradient is rounded before
     if (s.first_weight)
-        layer_norm_backward(stream, normed, s.stream_in, s.moments_in, s.first_weight, 1, 0, dx, nullptr, g.first_weight,
+        layer_norm_backward(added, normed, s.stream_in, s.moments_in, s.first_weight, 1, 0, dx, nullptr, g.first_weight,
                             g.first_bias, rows, s.width, threads);
     else
-        norm_backward(stream, normed, s.stream_in, s.moments_in, s.x, s.x0, s.of_residual,
-                      is_first ? s.of_residual + s.of_x0 : s.of_x0, dx, dx0, is_last ? nullptr : dx0, g.factors, rows,
+        norm_backward(added, normed, s.stream_in, s.moments_in, nullptr, nullptr, 1, 0, dx, nullptr, nullptr, nullptr, rows,
                       s.width, threads);
+    if (PAIRS) add(dx, stream, rows * s.width, dx, threads);
 }
 
 }  // namespace

@@ -49,8 +49,9 @@ void norm_forward(const real* x, const real* y, float a, float b, real* mixed, r
     }
 }
 
-// dx = a g and dy = b g + before, for g = dmixed + the gradient through the norm. `sums` (2): those of g x and of g y.
-// dmixed, y with dy, before, which may be dy, and sums may be null.
+// dx = a g and dy = b g + before, rounded as autograd adds them, for g = dmixed + the gradient through the norm. `sums` (2):
+// those of g x and of g y. dmixed, y with dy, before, which may be dy, and sums may be null. dx may be null, too: then what
+// it would be is added to dy last.
 void norm_backward(const real* dmixed, const real* dnormed, const real* mixed, const float* inverse, const real* x,
                    const real* y, float a, float b, real* dx, real* dy, const real* before, double* sums, long rows,
                    long width, long threads) {
@@ -76,8 +77,11 @@ void norm_backward(const real* dmixed, const real* dnormed, const real* mixed, c
                     with_x += g * load_part(x + at + i, n);
                     with_y += g * load_part(y + at + i, n);
                 }
-                store_part(dx + at + i, g * a, n);
-                if (dy) store_part(dy + at + i, before ? g * b + load_part(before + at + i, n) : g * b, n);
+                if (dx) store_part(dx + at + i, g * a, n);
+                if (!dy) return;
+                vec sum = g * b;
+                if (before) sum = rounded<real>(sum) + load_part(before + at + i, n);
+                store_part(dy + at + i, dx ? sum : rounded<real>(sum) + rounded<real>(g * a), n);
             });
             of_x += sum_of(with_x);
             of_y += sum_of(with_y);
@@ -141,7 +145,7 @@ void layer_norm_backward(const real* dmixed, const real* dnormed, const real* mi
             vectors(width, [&](long i, auto n) {
                 const vec standard = (load_part(mixed + at + i, n) - mean) * factor;
                 vec g = (load_part(dnormed + at + i, n) * load_part(weight + i, n) - shift - standard * along) * factor;
-                if (dmixed) g += load_part(dmixed + at + i, n);
+                if (dmixed) g = rounded<float>(g) + load_part(dmixed + at + i, n);
                 store_part(dx + at + i, g * a, n);
                 if (dy) store_part(dy + at + i, g * b, n);
             });

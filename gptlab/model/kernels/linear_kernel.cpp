@@ -66,7 +66,7 @@ void mlp_forward(const MLP& s, const real* x, const float* up, const float* out,
                           });
             multiply_rows(h, s.hidden, height, s.hidden, outs.get(), s.width, spare, [=](long r, long c, auto n, vec v) {
                 const long at = (row + r) * s.width + c;
-                store_part(y + at, residual ? v + load_part(residual + at, n) : v, n);
+                store_part(y + at, residual ? rounded<real>(v) + load_part(residual + at, n) : v, n);
             });
         });
     }

@@ -117,6 +117,21 @@ inline void store_part(bfloat16* to, vec v, long n) {
     std::memcpy(to, &rounded, n * sizeof(bfloat16));
 }
 
+// v as an array of T holds it.
+template <class T>
+inline vec rounded(vec v) {
+    if constexpr (!std::is_same_v<T, float>) return widen(narrow(v));
+    // Or the compiler would make one operation, which rounds once, of a product and a sum.
+#if defined(__x86_64__)
+    asm("" : "+v"(v));
+#elif defined(__aarch64__)
+    asm("" : "+w"(v));
+#else
+    asm("" : "+m"(v));
+#endif
+    return v;
+}
+
 inline vec all(float x) { return x - vec{}; }
 
 // On x86 this form compiles to one instruction, and with a comparison to a single max or min where it is one.
