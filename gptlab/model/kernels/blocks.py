@@ -248,20 +248,24 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _layout(ctx: Any, x0: Tensor, given: Sequence[Tensor | None]) -> tuple[int, list[tuple[int | None, ...]]]:
-    """The bytes that are kept, and where among them each of _KEPT begins for each block; None for what it lacks."""
-    begin, layout = 0, []
-    for layer, facts in enumerate(ctx.facts):
-        is_layer_norm, is_last = given[1] is not None, layer == len(ctx.facts) - 1
-        n_bytes = _bytes(facts, x0.element_size(), ctx.mixes, is_layer_norm, ctx.keeps, is_last)
-        *begins, end = accumulate((-(-n // 64) * 64 for n in n_bytes), initial=begin)  # whole lines of the cache
+    """The bytes that are kept, and where among them each of _KEPT begins for each block; None for what it lacks. Where
+    no backward pass follows, every other block has the same memory."""
+    last = len(ctx.facts) - 1
+    sizes = [
+        _bytes(facts, x0.element_size(), ctx.mixes, given[1] is not None, ctx.keeps, layer == last)
+        for layer, facts in enumerate(ctx.facts)
+    ]
+    most, end, layout = max(map(sum, sizes)), 0, []
+    for layer, n_bytes in enumerate(sizes):
+        begin = end if ctx.keeps else layer % 2 * most
+        *begins, end = accumulate(n_bytes, initial=begin)
         layout.append(tuple(place if n else None for place, n in zip(begins, n_bytes, strict=True)))
-        begin = end
-    return begin, layout
+    return end if ctx.keeps else 2 * most, layout
 
 
 @functools.cache
 def _bytes(s: _Facts, real_bytes: int, mixes: bool, is_layer_norm: bool, keeps: bool, is_last: bool) -> list[int]:
-    """The size of each of _KEPT."""
+    """The size of each of _KEPT, in whole lines of the cache."""
     heads, moments = s.n_head + 2 * s.n_kv_head, 1 + is_layer_norm
     reals = (
         s.width * mixes, s.width, s.n_kv_head * (s.gate_width > 0), heads * s.head_width, s.width, s.width, s.width,
@@ -269,4 +273,4 @@ def _bytes(s: _Facts, real_bytes: int, mixes: bool, is_layer_norm: bool, keeps: 
     )  # fmt: skip
     floats = moments, (s.n_head + s.n_kv_head) * (s.head_eps >= 0), s.n_head, moments
     of_row = [*(n * real_bytes for n in reals), *(4 * n for n in floats), 0 if is_last else s.width * real_bytes]
-    return [s.batch * s.tokens * n for n in of_row]
+    return [-(-s.batch * s.tokens * n // 64) * 64 for n in of_row]

@@ -103,12 +103,19 @@ def test_bits_do_not_depend_on_the_number_of_threads(kind: str, dtype: torch.dty
         assert torch.equal(one, three)
 
 
-def test_validation_computes_the_same() -> None:
-    model = built(CLASSIC, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gated", "classic"])
+def test_validation_computes_the_same_in_less_memory(kind: str, dtype: torch.dtype) -> None:
+    """It took that of a training step, for all blocks at once."""
+    model = built(replace(MODELS[kind], n_layer=7), dtype)
     expected = model.hidden(tokens()).detach()
-    with torch.no_grad():
+    with mock.patch.object(blocks, "_layout", side_effect=blocks._layout) as layout, torch.no_grad():
         assert in_one_call(lambda: model(tokens()))
         assert torch.equal(model.hidden(tokens()), expected)
+    context, *others = layout.call_args.args
+    without, _ = blocks._layout(context, *others)
+    context.keeps = True
+    assert without < blocks._layout(context, *others)[0] / 3
 
 
 def test_activation_checkpointing_and_second_derivatives() -> None:
