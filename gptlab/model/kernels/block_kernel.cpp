@@ -1,6 +1,6 @@
 // The blocks of a GPT on a CPU, forward and backward: the kernels of their parts one after the other, as `Block.forward` has
-// them, with the same bits. What PyTorch and Python do between two kernels, which have left them no cache, took a tenth of quickstart's steps
-// and a quarter of those of small models (docs/LOG.md, 2026-11-29).
+// them, with the same bits. What PyTorch and Python do between two kernels, which have left them no cache, took up to a fifth
+// of quickstart's steps and a quarter of those of small models (docs/LOG.md, 2026-11-29).
 
 #include "heads.h"
 #include "layers.h"

@@ -101,19 +101,18 @@ def hidden(
     if not layers or not _is_written_for(kind):
         return None
     cos, sin = rotary or (None, None)
-    found = [_facts(block, model.made_of, x0) for block in layers]
+    found = [one for block in layers if (one := _facts(block, model.made_of, activations, x0)) is not None]
+    if len(found) < len(layers):
+        return None
     mixes, tables = model.config.residual_lambdas, model.value_embeddings
     factors = (model.residual_lambdas, model.x0_lambdas) if mixes else (None, None)
     given: list[Tensor | None] = []
-    for number, (block, one) in enumerate(zip(layers, found, strict=True)):
-        if one is None or block.mlp.activation not in activations:
-            return None
-        facts, weights = one
+    for number, (facts, weights) in enumerate(found):
         name = str(number)
         value = model.look_up(tables[name], tokens) if name in tables else None
         suits = (
             (weights[3] is None) == (value is None)
-            and all(_has(one, torch.float32, (facts.tokens, facts.head_width // 2)) for one in (cos, sin))
+            and all(_has(table, torch.float32, (facts.tokens, facts.head_width // 2)) for table in (cos, sin))
             and _has(value, x0.dtype, (facts.batch, facts.tokens, facts.n_kv_head * facts.head_width))
             and not (mixes and weights[0] is not None)
         )
@@ -121,11 +120,13 @@ def hidden(
             return None
         given += value, *weights
     x0 = x0.contiguous()
-    y: Tensor = _Blocks.apply([one[0] for one in found if one], torch.is_grad_enabled(), *factors, x0, cos, sin, *given)
+    y: Tensor = _Blocks.apply([facts for facts, _ in found], torch.is_grad_enabled(), *factors, x0, cos, sin, *given)
     return y
 
 
-def _facts(block: Any, made_of: dict[type, Any], x: Tensor) -> tuple[_Facts, list[Any]] | None:
+def _facts(
+    block: Any, made_of: dict[type, Any], activations: Collection[str], x: Tensor
+) -> tuple[_Facts, list[Any]] | None:  # fmt: skip
     """What the kernel has to know of a block, and its weights; None where the kernel does not compute it."""
     if not _is_own(block, made_of):
         return None
@@ -137,10 +138,10 @@ def _facts(block: Any, made_of: dict[type, Any], x: Tensor) -> tuple[_Facts, lis
     all_parts = attention, mlp, first, second, qkv, gate, qk_norm, out, up, down
     if not all(part is None or _is_own(part, made_of) for part in all_parts):
         return None
-    drops = type(dropout) is not nn.Identity and (block.training or type(dropout) not in made_of)
+    drops = type(dropout) is not nn.Identity and (block.training or not _is_own(dropout, made_of))
     if drops or _is_hooked(dropout) or (block.training and attention.dropout > 0) or attention.attend is not None:
         return None
-    if type(first) is not type(second) or first.eps != second.eps:
+    if type(first) is not type(second) or first.eps != second.eps or mlp.activation not in activations:
         return None
     if any(part is not None and part._parameters["bias"] is not None for part in (qkv, gate, out, up, down)):
         return None
