@@ -188,7 +188,9 @@ class GPT(nn.Module):
 
     cos: Tensor
     sin: Tensor
-    made_of: ClassVar = {kind: kind.forward for kind in (Linear, LayerNorm, RMSNorm, Dropout, Attention, MLP, Block)}
+    made_of: ClassVar = {
+        kind.__name__: (kind, kind.forward) for kind in (Linear, LayerNorm, RMSNorm, Dropout, Attention, MLP, Block)
+    }
     """What `whole_blocks` may compute: no caller's parts, nor patched ones."""
 
     def __init__(
@@ -261,7 +263,10 @@ class GPT(nn.Module):
         x = x0.view_as(x0)  # another object, or torch.compile would compile the first block twice, for `x is x0`
         rotary = (self.cos[start:stop], self.sin[start:stop]) if self.config.position == "rope" else None
         documents = None if self.document_mask is None or cache is not None else self.document_mask.bounds(tokens)
-        if blocks is cache is documents is None and (whole := whole_blocks(self, x0, tokens, rotary)) is not None:
+        if (
+            blocks is look_up is cache is documents is None
+            and (whole := whole_blocks(self, x0, tokens, rotary)) is not None
+        ):
             return whole
         for layer, block in enumerate(blocks or list(self.blocks)):
             lambdas = (self.residual_lambdas[layer], self.x0_lambdas[layer]) if self.config.residual_lambdas else None

@@ -130,6 +130,26 @@ MUTATIONS = [
         ["test_blocks.py::test_what_is_computed_part_by_part"],
     ),
     Mutation(
+        "blocks in one call forget hooks of all modules", "model/kernels/blocks.py",
+        " or nn.modules.module._has_any_global_hook()", "",
+        ["test_blocks.py::test_hooks_of_all_modules"],
+    ),
+    Mutation(
+        "blocks in one call read weights that are no parameters from nowhere", "model/kernels/blocks.py",
+        "is_optional = part is None or name == \"bias\"", "is_optional = True",
+        ["test_blocks.py::test_what_is_computed_part_by_part"],
+    ),
+    Mutation(
+        "blocks in one call ask the block whether a part drops out", "model/kernels/blocks.py",
+        "and not dropout.training)", "and not block.training)",
+        ["test_blocks.py::test_dropout_is_none_in_evaluation"],
+    ),
+    Mutation(
+        "all blocks in one call have the first one's norm", "model/kernels/blocks.py",
+        "given[each * layer + 1] is not None", "given[1] is not None",
+        ["test_blocks.py::test_another_norm_in_a_later_block"],
+    ),
+    Mutation(
         "an edited part of a block has no effect on a CPU", "model/kernels/blocks.py",
         ".startswith(WRITTEN_FOR)", ".startswith('')",
         ["test_blocks.py::test_who_edits_the_text_gets_what_it_says"],

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 from collections.abc import Collection, Hashable, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -20,8 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from gptlab.model.kernels.fused import UNLIMITED, call
 
-WRITTEN_FOR = "d881012117fe3b77"
+WRITTEN_FOR = "2d1f159cd90c7788"
 """The first digits of the SHA-256 of `computed_text`."""
+
+
+_MadeOf = dict[str, tuple[Any, Any]]
 
 
 class _Facts(NamedTuple):
@@ -98,88 +102,95 @@ def hidden(
     """What all blocks of the `GPT` make of x0 (B, T, C); None for what they compute themselves, or refuse, and for
     activations of other names."""
     layers, kind = list(model.blocks), cast(Hashable, type(model))
-    if not layers or not _is_written_for(kind):
+    if not layers or not _is_written_for(kind) or nn.modules.module._has_any_global_hook():
         return None
-    cos, sin = rotary or (None, None)
     found = [one for block in layers if (one := _facts(block, model.made_of, activations, x0)) is not None]
-    if len(found) < len(layers):
+    shared = [id(weight) for _, weights in found for weight in weights if weight is not None]
+    if len(found) < len(layers) or len(set(shared)) < len(shared):  # autograd adds up those in the order of their use
         return None
-    mixes, tables = model.config.residual_lambdas, model.value_embeddings
+    mixes, tables, (cos, sin) = model.config.residual_lambdas, model.value_embeddings, rotary or (None, None)
     factors = (model.residual_lambdas, model.x0_lambdas) if mixes else (None, None)
-    given: list[Tensor | None] = []
+    suits = not mixes or len(layers) == len(model.residual_lambdas) == len(model.x0_lambdas)
     for number, (facts, weights) in enumerate(found):
-        name = str(number)
-        value = model.look_up(tables[name], tokens) if name in tables else None
         suits = (
-            (weights[3] is None) == (value is None)
+            suits
+            and (weights[3] is None) == (str(number) not in tables)
             and all(_has(table, torch.float32, (facts.tokens, facts.head_width // 2)) for table in (cos, sin))
-            and _has(value, x0.dtype, (facts.batch, facts.tokens, facts.n_kv_head * facts.head_width))
             and not (mixes and weights[0] is not None)
         )
-        if not suits:
-            return None
+    given: list[Tensor | None] = []
+    for number, (facts, weights) in enumerate(found if suits else ()):
+        value = None if weights[3] is None else model.look_up(tables[str(number)], tokens).contiguous()
+        suits = suits and _has(value, x0.dtype, (facts.batch, facts.tokens, facts.n_kv_head * facts.head_width))
         given += value, *weights
+    if not suits:
+        return None
     x0 = x0.contiguous()
     y: Tensor = _Blocks.apply([facts for facts, _ in found], torch.is_grad_enabled(), *factors, x0, cos, sin, *given)
     return y
 
 
 def _facts(
-    block: Any, made_of: dict[type, Any], activations: Collection[str], x: Tensor
+    block: Any, made_of: _MadeOf, activations: Collection[str], x: Tensor
 ) -> tuple[_Facts, list[Any]] | None:  # fmt: skip
-    """What the kernel has to know of a block, and its weights; None where the kernel does not compute it."""
-    if not _is_own(block, made_of):
+    """What the kernel has to know of a block, and its weights; None where the kernel does not compute it. Modules and
+    parameters are taken from where PyTorch keeps them: to find one as an attribute takes it 0.7 us, and what a caller
+    keeps elsewhere is not there."""
+    is_a = partial(_is_a, made_of)
+    if not is_a("Block", block):
         return None
-    own = block._modules  # to find a module as an attribute takes PyTorch 0.7 us
-    attention, mlp, dropout = own["attention"], own["mlp"], own["dropout"]
-    inner, first, second = attention._modules, own["attention_norm"], own["mlp_norm"]
-    qkv, gate, qk_norm, out = inner.get("qkv"), inner.get("value_gate"), inner.get("qk_norm"), inner.get("out")
-    up, down = mlp._modules.get("up"), mlp._modules.get("out")
-    all_parts = attention, mlp, first, second, qkv, gate, qk_norm, out, up, down
-    if not all(part is None or _is_own(part, made_of) for part in all_parts):
+    attention, mlp, first, second, dropout = map(
+        block._modules.get, ("attention", "mlp", "attention_norm", "mlp_norm", "dropout")
+    )
+    if not (is_a("Attention", attention) and is_a("MLP", mlp)):
         return None
-    drops = type(dropout) is not nn.Identity and (block.training or not _is_own(dropout, made_of))
-    if drops or _is_hooked(dropout) or (block.training and attention.dropout > 0) or attention.attend is not None:
+    qkv, out, up, down = *map(attention._modules.get, ("qkv", "out")), *map(mlp._modules.get, ("up", "out"))
+    gate, qk_norm = attention.value_gate, attention.qk_norm
+    drops_nothing = type(dropout) is nn.Identity or (is_a("Dropout", dropout) and not dropout.training)
+    norm, linear = "LayerNorm" if isinstance(first, nn.LayerNorm) else "RMSNorm", [qkv, out, up, down]
+    if not (
+        all(is_a("Linear", part) and part._parameters.get("bias", part) is None for part in [*linear, gate or qkv])
+        and is_a(norm, first) and is_a(norm, second) and (qk_norm is None or is_a("RMSNorm", qk_norm))
+        and drops_nothing and not _is_hooked(dropout) and not (attention.training and attention.dropout > 0)
+        and attention.attend is None and first.eps == second.eps and mlp.activation in activations
+    ):  # fmt: skip
         return None
-    if type(first) is not type(second) or first.eps != second.eps or mlp.activation not in activations:
-        return None
-    if any(part is not None and part._parameters["bias"] is not None for part in (qkv, gate, out, up, down)):
-        return None
-    weights: list[Any] = [
-        None if part is None else part._parameters.get(name)
-        for part, name in (
-            (first, "weight"), (first, "bias"), (qkv, "weight"), (gate, "weight"), (out, "weight"),
-            (second, "weight"), (second, "bias"), (up, "weight"), (down, "weight"),
-        )
-    ]  # fmt: skip
     batch, tokens, width = x.shape
     n_head, n_kv_head, head_width = attention.n_head, attention.n_kv_head, attention.head_dim
-    hidden_width, gate_width = len(weights[7]), 0 if gate is None else weights[3].shape[1]
-    expected = (
-        (width,), (width,), ((n_head + 2 * n_kv_head) * head_width, width), (n_kv_head, gate_width), (width, width),
-        (width,), (width,), (hidden_width, width), (width, hidden_width),
-    )  # fmt: skip
-    suits = (
-        gate_width <= width == n_head * head_width
-        and isinstance(first, nn.LayerNorm) == (weights[0] is not None)
-        and all(_has(one, torch.float32, shape) for one, shape in zip(weights, expected, strict=True))
-    )
+    gate_width = 0 if gate is None else gate.in_features
+    before, after = (first, second) if norm == "LayerNorm" else (None, None)
+    weights, suits = [], gate_width <= width == n_head * head_width
+    for part, name, shape in (
+        (before, "weight", (width,)), (before, "bias", (width,)),
+        (qkv, "weight", ((n_head + 2 * n_kv_head) * head_width, width)), (gate, "weight", (n_kv_head, gate_width)),
+        (out, "weight", (width, width)), (after, "weight", (width,)), (after, "bias", (width,)),
+        (up, "weight", (up.out_features, width)), (down, "weight", (width, up.out_features)),
+    ):  # fmt: skip
+        weight = None if part is None else part._parameters.get(name, False)
+        is_optional = part is None or name == "bias"
+        suits = suits and (
+            is_optional if weight is None else weight is not False and _has(weight, torch.float32, shape)
+        )
+        weights.append(weight)
+    numbers = block.attention_scale, first.eps, -1.0 if qk_norm is None else qk_norm.eps
     facts = _Facts(
-        batch, tokens, width, n_head, n_kv_head, head_width, gate_width, hidden_width,
+        batch, tokens, width, n_head, n_kv_head, head_width, gate_width, up.out_features,
         UNLIMITED if attention.window is None else attention.window, attention.key_offset, mlp.activation == "gelu",
-        block.attention_scale, first.eps, -1.0 if qk_norm is None else qk_norm.eps,
+        *numbers,
     )  # fmt: skip
-    return (facts, weights) if suits else None
+    return (facts, weights) if suits and all(isinstance(number, float) for number in numbers) else None
 
 
-def _is_own(part: nn.Module, made_of: dict[type, Any]) -> bool:
-    return made_of.get(type(part)) is type(part).forward and not _is_hooked(part)
+def _is_a(made_of: _MadeOf, name: str, part: Any) -> bool:
+    """Whether it is a module of this kind, and nobody has changed what it computes."""
+    kind, forward = made_of[name]
+    return type(part) is kind and kind.forward is forward and not _is_hooked(part)
 
 
 def _is_hooked(part: nn.Module) -> bool:
     return bool(
         part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-        or "forward" in part.__dict__
+        or "forward" in part.__dict__ or part._compiled_call_impl
     )  # fmt: skip
 
 
@@ -209,6 +220,10 @@ class _Blocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x0, cos, sin, kept, *given = ctx.saved_tensors
+        if kept.dtype != torch.uint8:
+            raise RuntimeError(
+                "saved tensor hooks have changed what the C++ kernel keeps of the blocks, which are bytes"
+            )
         made, dx0 = [None if one is None else torch.empty_like(one) for one in given], torch.empty_like(x0)
         layers, each = len(ctx.facts), 1 + len(_WEIGHTS)
         of_factors = x0.new_empty(layers, 2, dtype=torch.float64) if ctx.mixes else None
@@ -251,9 +266,9 @@ def _address(tensor: Tensor | None) -> int | None:
 def _layout(ctx: Any, x0: Tensor, given: Sequence[Tensor | None]) -> tuple[int, list[tuple[int | None, ...]]]:
     """The bytes that are kept, and where among them each of _KEPT begins for each block; None for what it lacks. Where
     no backward pass follows, every other block has the same memory."""
-    last = len(ctx.facts) - 1
+    last, each = len(ctx.facts) - 1, 1 + len(_WEIGHTS)
     sizes = [
-        _bytes(facts, x0.element_size(), ctx.mixes, given[1] is not None, ctx.keeps, layer == last)
+        _bytes(facts, x0.element_size(), ctx.mixes, given[each * layer + 1] is not None, ctx.keeps, layer == last)
         for layer, facts in enumerate(ctx.facts)
     ]
     most, end, layout = max(map(sum, sizes)), 0, []
@@ -264,7 +279,7 @@ def _layout(ctx: Any, x0: Tensor, given: Sequence[Tensor | None]) -> tuple[int, 
     return end if ctx.keeps else 2 * most, layout
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _bytes(s: _Facts, real_bytes: int, mixes: bool, is_layer_norm: bool, keeps: bool, is_last: bool) -> list[int]:
     """The size of each of _KEPT, in whole lines of the cache."""
     heads, moments = s.n_head + 2 * s.n_kv_head, 1 + is_layer_norm

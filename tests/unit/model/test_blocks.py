@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 import gptlab
 from gptlab.config.model import ModelConfig
-from gptlab.model.gpt import GPT, MLP, Block, LayerNorm, RMSNorm, build_model
+from gptlab.model.gpt import GPT, MLP, Block, LayerNorm, Linear, RMSNorm, build_model
 from gptlab.model.kernels import blocks, ops
 from gptlab.model.kv_cache import KVCache
 from gptlab.runtime.hardware.device import compiler_available
@@ -200,9 +202,22 @@ class OwnAttention(nn.Module):
         return x
 
 
-def set_part(path: str, part: nn.Module) -> Callable[[Block], None]:
+def set_part(path: str, part: object) -> Callable[[Block], None]:
     owner, _, name = path.rpartition(".")
     return lambda one: setattr(one.get_submodule(owner), name, part)
+
+
+def outside_modules(path: str, instead: object = None) -> Callable[[Block], None]:
+    """What PyTorch keeps among parameters or modules becomes an attribute like others, as with flat parameters of FSDP:
+    `instead`, or the same tensor."""
+
+    def change(one: Block) -> None:
+        owner, _, name = path.rpartition(".")
+        was = getattr(one.get_submodule(owner), name)
+        delattr(one.get_submodule(owner), name)
+        setattr(one.get_submodule(owner), name, was.detach().clone() if instead is None else instead)
+
+    return change
 
 
 CHANGES: dict[str, Callable[[Block], object]] = {
@@ -231,7 +246,21 @@ CHANGES: dict[str, Callable[[Block], object]] = {
     "no norm's weight": set_part("attention_norm", LayerNorm(32, elementwise_affine=False)),
     "dropout": set_part("dropout", nn.Dropout(0.5)),
     "dropout of weights": lambda one: setattr(one.attention, "dropout", 0.5),
-}
+    "compiled": lambda one: one.compile(backend="eager"),
+    **{f"{path} elsewhere": outside_modules(path) for path in (
+        "attention.qkv.weight", "attention.out.weight", "mlp.up.weight", "mlp.out.weight", "mlp_norm.weight",
+    )},
+    "bias elsewhere": lambda one: (delattr(one.mlp.up, "bias"), setattr(one.mlp.up, "bias", torch.ones(128))),
+    "norm's bias elsewhere": lambda one: (delattr(one.mlp_norm, "bias"), setattr(one.mlp_norm, "bias", torch.ones(32))),
+    "function for a layer": outside_modules("attention.out", lambda y: y),
+    "function for a part": outside_modules("mlp", lambda x: x),
+    "function for no dropout": outside_modules("dropout", lambda x: x),
+    "norm of heads elsewhere": set_part("attention.qk_norm", SimpleNamespace(eps=1e-5)),
+    "layer for a part": set_part("mlp", Linear(32, 32, bias=False)),
+    "norm for a layer": set_part("attention.out", RMSNorm(1e-5)),
+    "part for no dropout": set_part("dropout", RMSNorm(1e-5)),
+    "scale that is trained": lambda one: setattr(one, "attention_scale", torch.ones((), requires_grad=True)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -254,10 +283,50 @@ def test_what_is_computed_part_by_part(change: str) -> None:
     assert (found[0] is None) == (change == "no norm's weight")
 
 
-def test_a_block_of_a_callers_own() -> None:
+def test_blocks_of_a_callers_own() -> None:
     model = built(CLASSIC)
     model.blocks[1] = OwnAttention()
     assert not in_one_call(lambda: model(tokens()))
+    model = built(GATED)
+    model.blocks = model.blocks[:2]  # fewer than there are weights of the residual stream
+    assert not in_one_call(lambda: model.loss(tokens(), tokens()).backward())
+    model = built(CLASSIC)
+    assert in_one_call(lambda: model(tokens()))
+    model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight  # type: ignore[union-attr]
+    assert not in_one_call(lambda: model(tokens()))
+
+
+def test_another_norm_in_a_later_block() -> None:
+    """Its two moments a row had the room of one."""
+    model, found = built(replace(CLASSIC, norm="rmsnorm", position="rope")), []
+    later: Any = model.blocks[-1]
+    later.attention_norm, later.mlp_norm = LayerNorm(32, eps=1e-6), LayerNorm(32, eps=1e-6)
+    for apart in (False, True):
+        model.zero_grad()
+        with mock.patch.object(blocks, "hidden", return_value=None) if apart else nullcontext():
+            model.loss(tokens(), tokens().roll(-1, 1)).backward()
+        found.append([weight.grad for weight in model.parameters()])
+    for whole, by_parts in zip(*found, strict=True):
+        assert whole is not None
+        assert by_parts is not None
+        assert torch.equal(whole, by_parts)
+
+
+def test_hooks_of_all_modules() -> None:
+    model, seen = built(CLASSIC), []
+    with nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1)):
+        assert not in_one_call(lambda: model(tokens()))
+    assert len(seen) > len(model.blocks)
+
+
+def test_saved_tensor_hooks_that_change_what_is_kept() -> None:
+    """The gradients were NaN."""
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x if x.dtype == torch.int64 else x.half(), lambda x: x if x.dtype == torch.int64 else x.float()
+    ):
+        loss = built(CLASSIC).loss(tokens(), tokens())
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            loss.backward()
 
 
 def test_dropout_is_none_in_evaluation() -> None:
@@ -265,17 +334,24 @@ def test_dropout_is_none_in_evaluation() -> None:
     assert not in_one_call(lambda: model(tokens()))
     model.eval()
     assert in_one_call(lambda: model(tokens()))
+    for drops in (model.blocks[0].dropout, model.blocks[0].attention):
+        assert isinstance(drops, nn.Module)
+        drops.train()  # for several answers to one question
+        assert not in_one_call(lambda: model(tokens()))
+        drops.eval()
+    assert in_one_call(lambda: model(tokens()))
     model.blocks[0].dropout = nn.Dropout(0.3)  # a caller's, which may be of any kind
     assert not in_one_call(lambda: model(tokens()))
 
 
 def test_no_table_is_looked_up_twice() -> None:
     """Where the last block is computed part by part, values of the first ones were looked up in vain."""
-    model = built(GATED)
-    model.blocks[2].get_submodule("mlp").register_forward_hook(lambda *_: None)
-    with mock.patch.object(model, "look_up", wraps=model.look_up) as look_up:
-        model(tokens())
-    assert look_up.call_count == len(model.value_embeddings)
+    for change in (hooked("mlp", "forward_hook"), set_part("attention.value_gate", None)):
+        model = built(GATED)
+        change(model.blocks[2])  # type: ignore[arg-type]
+        with mock.patch.object(model, "look_up", wraps=model.look_up) as look_up:
+            model(tokens())
+        assert look_up.call_count == len(model.value_embeddings)
 
 
 def test_what_only_the_parts_take() -> None:
@@ -286,6 +362,7 @@ def test_what_only_the_parts_take() -> None:
     with torch.no_grad():
         assert not in_one_call(lambda: model(tokens(), cache=cache))
     assert not in_one_call(lambda: model.hidden(tokens(), blocks=list(model.blocks)))
+    assert not in_one_call(lambda: model.hidden(tokens(), look_up=model.look_up))
     ops.multiply_by("library")
     assert not in_one_call(lambda: model(tokens()))
     ops.multiply_by("kernels")
