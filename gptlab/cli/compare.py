@@ -13,6 +13,7 @@ from gptlab.config.errors import UserError, cannot, checked_dataclass, printable
 from gptlab.lab.run_record import At, RunRecord
 from gptlab.lab.sides import find_runs
 from gptlab.runtime.files.plain_file import to_json
+from gptlab.runtime.records.run_directory import require_outside_runs
 
 DESCRIPTION = """\
 Compare runs by validation bits per byte: at equal steps, tokens, seconds and FLOPs, with 95% intervals and p-values \
@@ -48,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
     from gptlab.lab.plot import plot_comparison, require_plot
     from gptlab.lab.sides import group_by_seed
 
+    if arguments.csv is not None:
+        require_outside_runs(arguments.csv, "--csv")
     if arguments.plot is not None:
         require_plot(arguments.plot)
     if arguments.runs:

@@ -12,7 +12,7 @@ from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
 from gptlab.config.errors import NotNegative, Positive, UserError, cannot, checked_dataclass
 from gptlab.runtime.files.plain_file import listed_sources, open_plain, read_plain, to_json, write_text_atomic
-from gptlab.runtime.records.run_directory import is_run
+from gptlab.runtime.records.run_directory import require_outside_runs
 
 if TYPE_CHECKING:
     from gptlab.app.run.loaded_run import LoadedRun
@@ -68,9 +68,7 @@ class EvalArguments(LoadArguments):
 
 def _require_place(page: Path) -> None:
     """UserError where the page would have no folder, be a file of a run, or replace what is not a page."""
-    for folder in page.resolve().parents:
-        if (folder / "config.json").is_file() and is_run(os.listdir(folder)):
-            raise UserError(f"--html {page} is inside the run folder {folder}: name a file outside it")
+    require_outside_runs(page, "--html")
     if not page.parent.is_dir():
         raise UserError(f"cannot write {page}: there is no folder {page.parent}: make it, or name a file elsewhere")
     if page.is_file():

@@ -14,6 +14,7 @@ from gptlab.config.errors import UserError
 from gptlab.lab.ladder import PowerLaw, Rung, power_law, power_law_with_term, rungs_of
 from gptlab.lab.run_record import RunRecord, is_broken
 from gptlab.lab.sweep import Sweep
+from gptlab.runtime.records.run_directory import require_outside_runs
 from gptlab.runtime.records.table import table
 
 DESCRIPTION = "Train a recipe at several depths, and fit a power law: bits per byte, FLOPs."
@@ -39,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
     path = request.options.get("csv")
     if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):  # before hours of training
         raise UserError(f"--csv {path}: its folder does not exist, or it is a folder itself")
+    if path is not None:
+        require_outside_runs(Path(path), "--csv")
 
     def result(sweep: Sweep, sides: Mapping[str, Sequence[RunRecord]]) -> tuple[str, dict[str, Any]]:
         rows = rungs_of(sides)

@@ -15,11 +15,13 @@ from gptlab.report.page import overlay_page, run_page
 from gptlab.report.run_facts import RunFacts, read_facts
 from gptlab.report.text_curves import stdout_lacks_dots
 from gptlab.runtime.files.plain_file import to_json, write_text_atomic
+from gptlab.runtime.records.run_directory import require_outside_runs
 
 DESCRIPTION = """\
 Write report.html, one file with curves, samples, configuration and provenance that needs no network, and report.md. \
 One run is reported in its own folder; several are drawn over each other, seeds of one configuration as a band."""
 
+_PAGE = "report.html"
 _CURVE_COLUMNS = 72
 
 
@@ -40,9 +42,11 @@ def main(argv: Sequence[str]) -> int:
     if not arguments.runs:
         raise UserError("name a run, or several: gptlab report runs/NAME")
     runs = [read_facts(record.path) for record in find_runs(arguments.runs)]
-    html = arguments.out or Path(runs[0].record.path if len(runs) == 1 else ".", "report.html")
+    html = arguments.out or Path(runs[0].record.path if len(runs) == 1 else ".", _PAGE)
     if html.suffix == ".md":
         raise UserError(f"--out {html} names the page, such as {html.with_suffix('.html')}; the text goes beside it")
+    if arguments.out is not None and html.name != _PAGE:
+        require_outside_runs(html, "--out")
     page, text = (run_page(runs[0]), run_text(runs[0])) if len(runs) == 1 else _overlay(runs)
     write_text_atomic(html, page)
     write_text_atomic(html.with_suffix(".md"), text)

@@ -12,6 +12,7 @@ from gptlab.report.run_facts import read_facts
 from gptlab.report.text_curves import stdout_lacks_dots
 from gptlab.report.tour import tour
 from gptlab.runtime.files.plain_file import write_text_atomic
+from gptlab.runtime.records.run_directory import require_outside_runs
 
 DESCRIPTION = """\
 Walk through one run: what happens between `gptlab train` and the first sample, which code does it, and what it did in \
@@ -28,6 +29,8 @@ class TourArguments:
 
 def main(argv: Sequence[str]) -> int:
     arguments = parse(TourArguments, argv, prog="gptlab tour", description=DESCRIPTION)
+    if arguments.out is not None:
+        require_outside_runs(arguments.out, "--out")
     facts = read_facts(arguments.run or _newest(Path("runs")))
     text = tour(facts, ascii=arguments.out is None and stdout_lacks_dots())
     if arguments.out is None:

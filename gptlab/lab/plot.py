@@ -16,6 +16,7 @@ from gptlab.config.errors import UserError, cannot
 from gptlab.lab.compare import NAMES, Comparison, sentence
 from gptlab.lab.contrast import END, Runs, bpb_at, first_amount, row_at
 from gptlab.lab.run_record import Axis, is_broken
+from gptlab.runtime.records.run_directory import require_outside_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +39,7 @@ def require_plot(path: Path) -> None:
     """UserError unless a picture can be drawn into a file of this name."""
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"--plot {path}: name a file that ends with {' or '.join(SUFFIXES)}")
+    require_outside_runs(path, "--plot")
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -35,6 +35,13 @@ def is_run(names: Collection[str]) -> bool:
     return "config.json" in names and not _MARKS.isdisjoint(names)
 
 
+def require_outside_runs(file: Path, option: str) -> None:
+    """UserError where the file that an option names would be one of a run."""
+    for folder in file.resolve().parents:
+        if (folder / "config.json").is_file() and is_run(os.listdir(folder)):
+            raise UserError(f"{option} {file} is inside the run folder {folder}: name a file outside it")
+
+
 class _Entry:
     """The path of a file or folder in a run folder."""
 

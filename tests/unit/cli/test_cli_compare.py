@@ -65,6 +65,24 @@ def test_runs_are_named_in_several_ways(words: list[str]) -> None:
     assert max(map(len, out.splitlines()[:-1])) <= 80
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "runs", "--csv"], ["compare", "runs", "--plot"], ["report", "runs", "--out"],
+        ["tour", "runs/new-1", "--out"], ["ladder", "quickstart", "--depths", "1,2", "--csv"],
+    ],
+    ids=lambda words: words[0] + words[-1],
+)  # fmt: skip
+def test_no_file_of_a_run_is_overwritten(runs: Path, words: list[str]) -> None:
+    """A report took the place of the run's configuration."""
+    before = {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()}
+    name = "picture.png" if words[-1] == "--plot" else "config.json"
+    code, out, err = command([*words, f"runs/new-1/{name}"])
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"runs/new-1/{name} is inside the run folder" in err
+    assert {path: path.read_bytes() for path in runs.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.usefixtures("runs")
 def test_final_values_can_be_asked_for(tmp_path: Path) -> None:
     assert answer("runs", "--at", "end", "--plot", tmp_path / "new.svg")["at"] == "end"
