@@ -65,7 +65,7 @@ def promotion_text(answer: Mapping[str, Any]) -> str:
     """`confirmed at depth 8: -0.0120 bpb, 5 pairs`."""
     size = "" if answer["depth"] is None else f" at depth {answer['depth']}"
     said = "confirmed" if answer["confirmed"] else "not confirmed"
-    return f"{said}{size}: {answer['difference']:+z.4f} bpb, {answer['pairs']} pairs"
+    return f"{said}{size}: {answer['difference']:+z.4f} bpb, {answer['pairs']} pair{'s' * (answer['pairs'] != 1)}"
 
 
 def edit_text(experiment: Experiment) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from gptlab.config.errors import UserError
 from gptlab.lab.experiments.equal_time import ProcessFailedError
 from gptlab.lab.experiments.folder import Lab
-from gptlab.lab.experiments.ledger import SECOND_SIZE, Experiment, baseline_of
+from gptlab.lab.experiments.ledger import SECOND_SIZE, Experiment, all_fields, baseline_of
 from gptlab.lab.experiments.proposal import code_of
 from gptlab.lab.experiments.runs import forget_promotion
 from gptlab.lab.experiments.trial import measure, time_baseline, time_candidate
@@ -38,9 +38,11 @@ def promote(lab: Lab, number: int | None, *, seeds: int, depth: int | None, say:
         number: The experiment. None: the baseline as it is now.
         seeds: Pairs of runs, at most; fewer where they prove it.
 
-    UserError where the experiment cannot be trained again.
+    UserError where the experiment cannot be trained again, and for a depth that it has anyway.
     """
     number = _number(lab, number)
+    if depth is not None:
+        _require_other_size(lab, number, depth)
     answers = [_promote(lab, number, (0, number), None, seeds, say)]
     if depth is not None and answers[0]["confirmed"]:
         sizes = (_at_depth(lab, 0, depth), _at_depth(lab, number, depth))
@@ -73,11 +75,19 @@ def _number(lab: Lab, number: int | None) -> int:
         if number == 0:
             raise UserError("nothing was kept yet: the baseline is still experiment 0")
     one = experiments.get(number)
-    if number == 0 or one is None:
+    if number == 0 or one is None or one.by == SECOND_SIZE:
         raise UserError(f"there is no experiment {number} to confirm in {lab.path}")
     if one.steps is None or not (code_of(lab, one, experiments) / "gptlab").is_dir():
         raise UserError(f"experiment {number} cannot be trained again: {one.says or 'in flight'}, its code is gone")
     return number
+
+
+def _require_other_size(lab: Lab, number: int, depth: int) -> None:
+    """UserError where the experiment would be trained at the lab's depth once more."""
+    experiments = lab.ledger.experiments()
+    changed = all_fields(experiments[number], experiments).keys()
+    if depth == lab.baseline_config()["model.n_layer"] and changed.isdisjoint(("depth", "model.n_layer")):
+        raise UserError(f"depth {depth} is the lab's own, where it is confirmed anyway: name another, or none")
 
 
 def _promote(

@@ -109,6 +109,19 @@ def test_a_second_size(lab: Lab) -> None:
     assert "at depth 6 -0.0" in sentence([own, deep])
 
 
+def test_a_second_size_is_another_one(lab: Lab) -> None:
+    """The same runs again would count as a second confirmation."""
+    own = lab.baseline_config()["model.n_layer"]
+    with formula():
+        with pytest.raises(UserError, match=f"depth {own} is the lab's own"):
+            promote(lab, BETTER, seeds=5, depth=own, say=quiet)
+        assert lab.ledger.experiments()[BETTER].promotions == []
+        promote(lab, BETTER, seeds=5, depth=6, say=quiet)
+        second = max(lab.ledger.experiments())
+        with pytest.raises(UserError, match=f"there is no experiment {second} to confirm"):
+            promote(lab, second, seeds=5, depth=None, say=quiet)
+
+
 def test_what_cannot_be_confirmed(lab: Lab, measured: Path) -> None:
     for number, message in ((99, "there is no experiment 99"), (0, "there is no experiment 0 to confirm")):
         with pytest.raises(UserError, match=message):
