@@ -41,6 +41,7 @@ JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 PARQUET_SUFFIXES = frozenset({".parquet", ".pq"})
 COLUMN_SUFFIXES = JSONL_SUFFIXES | PARQUET_SUFFIXES
 KNOWN_SUFFIXES = TEXT_SUFFIXES | COLUMN_SUFFIXES
+_ARCHIVES = frozenset([".bz2", ".xz", ".lzma", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".tbz", ".txz"])
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 """Suffix of a packed file -> pyarrow's name. pyarrow unpacks: it is installed for Parquet, continues after the end of a
 member or frame (gzip and zstd files may be concatenated), and refuses a truncated file, which Python's zlib objects
@@ -196,8 +197,11 @@ def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str], 
         return _read_text(file, skipped, digest)
     name, packing = (file.path.stem, file.path.suffix) if is_packed(file.path) else (file.path.name, "")
     advice = f"text of another kind: rename it to {name}.txt{packing}"
-    if file.suffix.removesuffix(packing.lower()) == ".json":
+    kind = file.suffix.removesuffix(packing.lower())
+    if kind == ".json":
         advice = "make it JSONL, one JSON object a line"
+    elif kind in _ARCHIVES | PARQUET_SUFFIXES:
+        advice = "unpack it"
     elif file.suffix in (".npy", ".npz"):
         advice = "of tokens, make a .bin: a folder of nanoGPT, or shards of llm.c"
     raise UserError(
