@@ -116,6 +116,9 @@ def _stand_apart(attempt: Attempt) -> None:
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     attempt.held.callback(restore_rng, capture_rng(device), device)
     attempt.held.callback(torch.set_num_threads, torch.get_num_threads())
+    if (place := torch.get_default_device()).type != "cpu":  # of what is made without a device, such as random numbers
+        attempt.held.callback(torch.set_default_device, place)
+        torch.set_default_device(None)
     attempt.held.enter_context(torch.inference_mode(False))  # which turns gradients on, too
 
 

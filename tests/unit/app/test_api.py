@@ -238,6 +238,15 @@ class TestDiscovery:
         finally:
             torch.set_num_threads(before)
 
+    def test_the_callers_default_device_stays(self, folder: Path) -> None:
+        """What a run makes without naming a device, such as its first weights, was made there."""
+        torch.set_default_device("meta")
+        try:
+            gptlab.train(make_config(folder, "default-device", steps=1))
+            assert torch.get_default_device() == torch.device("meta")
+        finally:
+            torch.set_default_device(None)
+
     @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
     def test_a_program_that_turned_gradients_off(self, folder: Path, off: Callable[[], Any]) -> None:
         """As in a notebook that evaluated something before. It failed at the first step."""
