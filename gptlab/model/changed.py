@@ -31,7 +31,10 @@ def apply_change(model: GPT, change: Callable[[GPT], None], seed: int, device: t
         raise UserError("change_model returned something: it changes the model that it is given, and returns None")
     model.is_replaced = True
     model.to(device)
+    for weight in model.parameters():  # a view of other memory: optimizers take what lies there, one after the other
+        weight.data = weight.detach().contiguous()
     _require_called(model)
+    _require_head(model)
     if frozen := next((name for name, weight in model.named_parameters() if not weight.requires_grad), None):
         raise UserError(f"change_model froze {frozen}: every parameter is trained; make it a buffer instead")
     model.saved_shapes = _saved_shapes(model)
@@ -53,6 +56,16 @@ def require_saved_shapes(model: GPT) -> None:
 
 def _saved_shapes(model: GPT) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _require_head(model: GPT) -> None:
+    """UserError for a head from whose weights alone the loss is not computed."""
+    rows, channels = model.head.weight.shape
+    if rows < model.vocab_size or channels != model.config.n_embd or model.head.bias is not None:
+        raise UserError(
+            f"change_model made a head of {rows} x {channels} weights{' and a bias' * (model.head.bias is not None)}: "
+            f"the loss is computed from the weights alone, {model.vocab_size} x {model.config.n_embd} or more rows"
+        )
 
 
 def _require_called(model: GPT) -> None:

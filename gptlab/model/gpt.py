@@ -7,9 +7,10 @@ where it is used, so that precision is visible in the code, without an autocast 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from gptlab.config.model import ModelConfig
 from gptlab.model.attention import cached_attention, offset_keys, rotary_tables
 from gptlab.model.head import HeadLoss, capped_logits
+from gptlab.model.hooks import all_are_hooked, is_hooked
 from gptlab.model.init import initial_weights
 from gptlab.model.kernels import torch_ops
 from gptlab.model.kernels.ops import ACTIVATIONS, implementation, linear, load_kernels, look_up, mlp, whole_blocks
@@ -42,6 +44,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+    by_weight = forward  # see `is_by_weight`
 
 
 class Embedding(nn.Embedding):
@@ -277,8 +281,11 @@ class GPT(nn.Module):
         return x
 
     def is_changed(self) -> bool:
-        """Whether a Python caller replaced or hooked parts: only `forward`, without a cache, says what it computes."""
-        return self.is_replaced or any(part._forward_hooks or part._forward_pre_hooks for part in self.modules())
+        """Whether a Python caller replaced, patched or hooked parts, or gave them other numbers: only `forward`,
+        without a cache, says what it computes."""
+        patched = any(kind.forward is not forward for kind, forward in self.made_of.values())
+        as_made = _described_as_made(self.config, self.compute_dtype, self.platform)
+        return self.is_replaced or patched or all_are_hooked() or _described(self) != as_made
 
     def saved_tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds of it, by name: its weights, and persistent buffers, which only a caller's own parts
@@ -344,6 +351,23 @@ class GPT(nn.Module):
             cos, sin = rotary_tables(config.seq_len, config.head_dim, config.rope_base, self.cos.dtype)
             self.cos.copy_(cos)
             self.sin.copy_(sin)
+
+
+def _described(model: GPT) -> list[Any]:
+    """Of each part its kind, the shapes of its weights, and what else it holds."""
+    parts = []
+    for name, part in model.named_modules():
+        shapes = {key: weight.shape for key, weight in part._parameters.items() if weight is not None}
+        held = {key: value for key, value in vars(part).items() if isinstance(value, (int, float, str, type(None)))}
+        held = {} if part is model else {key: held[key] for key in held.keys() - {"training", "attend"}}
+        parts.append((name, type(part), is_hooked(part), shapes, held))
+    return parts
+
+
+@functools.cache
+def _described_as_made(config: ModelConfig, compute_dtype: torch.dtype, platform: Platform) -> list[Any]:
+    with torch.device("meta"):
+        return _described(GPT(config, compute_dtype, platform))
 
 
 def build_model(config: ModelConfig, *, device: torch.device, compute_dtype: torch.dtype, seed: int) -> GPT:

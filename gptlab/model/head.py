@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gptlab.model.hooks import is_by_weight
 from gptlab.model.kernels import torch_ops
 from gptlab.model.kernels.ops import implementation, multiplication, multiplication_of_many
+from gptlab.model.kernels.shapes import require_head
 
 # Logits that exist at one time, 8 MiB of float32: they stay in the cache. At quickstart's size forward and backward
 # took 314 ms with slices of this size and 322 with slices four times as large (medians of 10) ...
@@ -28,7 +30,8 @@ that is compiled once."""
 
 def capped_logits(head: nn.Linear, x: Tensor, vocab_size: int, cap: float | None) -> Tensor:
     """x (..., C) -> (..., V) after the softcap, at least float32."""
-    if not torch.is_grad_enabled() and (kernels := multiplication_of_many(x)) is not None:
+    kernels = None if torch.is_grad_enabled() else multiplication_of_many(x)
+    if kernels is not None and head.bias is None and is_by_weight(head):
         return kernels.capped_logits(x, head.weight, vocab_size, cap)
     logits = head(x)[..., :vocab_size]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -51,6 +54,7 @@ class HeadLoss(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, cap: float | None,
         scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
+        require_head(x, weight, vocab_size)
         wide = torch.promote_types(x.dtype, torch.float32)
         ctx.weight_dtype = weight.dtype
         if (kernels := multiplication(x)) is not torch_ops:

@@ -63,7 +63,7 @@ class AdamW:
             config = call.config
             call.steps.add_(1 if made is None else made)
             torch._fused_adamw_(
-                cast(list[Tensor], call.parameters), [cast(Tensor, p.grad) for p in call.parameters],
+                cast(list[Tensor], call.parameters), [_gradient(p) for p in call.parameters],
                 call.exp_avg, call.exp_avg_sq, [], call.step_of_each,
                 lr=config.lr * lr_scale, beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay,
                 eps=config.eps, amsgrad=False, maximize=False, found_inf=broken,
@@ -72,3 +72,10 @@ class AdamW:
     def state_tensors(self) -> dict[str, Tensor]:
         """The live tensors, by PARAMETER.MOMENT."""
         return dict(self._state)
+
+
+def _gradient(parameter: Parameter) -> Tensor:
+    """Its gradient, in the order of memory of the parameter: torch takes both as they lie there."""
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)

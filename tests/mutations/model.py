@@ -126,12 +126,12 @@ MUTATIONS = [
     ),
     Mutation(
         "blocks in one call forget hooks", "model/kernels/blocks.py",
-        " and not _is_hooked(part)\n", "\n",
+        " and not is_hooked(part)\n", "\n",
         ["test_blocks.py::test_what_is_computed_part_by_part"],
     ),
     Mutation(
         "blocks in one call forget hooks of all modules", "model/kernels/blocks.py",
-        " or nn.modules.module._has_any_global_hook()", "",
+        " or all_are_hooked()", "",
         ["test_blocks.py::test_hooks_of_all_modules"],
     ),
     Mutation(
@@ -143,6 +143,26 @@ MUTATIONS = [
         "blocks in one call ask the block whether a part drops out", "model/kernels/blocks.py",
         "and not dropout.training)", "and not block.training)",
         ["test_blocks.py::test_dropout_is_none_in_evaluation"],
+    ),
+    Mutation(
+        "the second factor of two alone is not learned", "model/kernels/fused.py",
+        "suits = _are_alike(x, y) and learned in ([], [(), ()])", "suits = _are_alike(x, y)",
+        ["test_changed_models.py::test_of_two_factors_one_may_be_learned"],
+    ),
+    Mutation(
+        "kernels take the weights of layers that have hooks", "model/kernels/ops.py",
+        " and is_by_weight(up) and is_by_weight(out)", "",
+        ["test_changed_models.py::test_hooks_are_called_for_any_number_of_tokens"],
+    ),
+    Mutation(
+        "AdamW takes gradients as they lie in memory", "optim/adamw.py",
+        "gradient if gradient.stride() == parameter.stride() else", "gradient if True else",
+        ["test_changed_models.py::test_gradients_in_another_order_of_memory"],
+    ),
+    Mutation(
+        "parameters of a changed model stay views", "model/changed.py",
+        "weight.data = weight.detach().contiguous()", "pass",
+        ["test_changed_models.py::test_a_parameter_that_is_a_part_of_a_table_is_trained_alone"],
     ),
     Mutation(
         "all blocks in one call have the first one's norm", "model/kernels/blocks.py",
@@ -446,7 +466,7 @@ MUTATIONS = [
     ),
     Mutation(
         "any activation of an MLP is computed as ReLU^2", "model/kernels/ops.py",
-        "if not biased and isinstance(activation, OfBoth) and", "if not biased and",
+        "if isinstance(activation, OfBoth) and kernels", "if kernels",
         ["test_fused_kernels.py::test_many_positions_are_multiplied_by_a_kernel"],
     ),
     Mutation(

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from gptlab.model.hooks import all_are_hooked, is_hooked
 from gptlab.model.kernels.fused import UNLIMITED, call
 
-WRITTEN_FOR = "2d1f159cd90c7788"
+WRITTEN_FOR = "ca3dd7954e1a78eb"
 """The first digits of the SHA-256 of `computed_text`."""
 
 
@@ -102,7 +103,7 @@ def hidden(
     """What all blocks of the `GPT` make of x0 (B, T, C); None for what they compute themselves, or refuse, and for
     activations of other names."""
     layers, kind = list(model.blocks), cast(Hashable, type(model))
-    if not layers or not _is_written_for(kind) or nn.modules.module._has_any_global_hook():
+    if not layers or not _is_written_for(kind) or all_are_hooked():
         return None
     found = [one for block in layers if (one := _facts(block, model.made_of, activations, x0)) is not None]
     shared = [id(weight) for _, weights in found for weight in weights if weight is not None]
@@ -151,7 +152,7 @@ def _facts(
     if not (
         all(is_a("Linear", part) and part._parameters.get("bias", part) is None for part in [*linear, gate or qkv])
         and is_a(norm, first) and is_a(norm, second) and (qk_norm is None or is_a("RMSNorm", qk_norm))
-        and drops_nothing and not _is_hooked(dropout) and not (attention.training and attention.dropout > 0)
+        and drops_nothing and not is_hooked(dropout) and not (attention.training and attention.dropout > 0)
         and attention.attend is None and first.eps == second.eps and mlp.activation in activations
     ):  # fmt: skip
         return None
@@ -184,14 +185,7 @@ def _facts(
 def _is_a(made_of: _MadeOf, name: str, part: Any) -> bool:
     """Whether it is a module of this kind, and nobody has changed what it computes."""
     kind, forward = made_of[name]
-    return type(part) is kind and kind.forward is forward and not _is_hooked(part)
-
-
-def _is_hooked(part: nn.Module) -> bool:
-    return bool(
-        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-        or "forward" in part.__dict__ or part._compiled_call_impl
-    )  # fmt: skip
+    return type(part) is kind and kind.forward is forward and not is_hooked(part)
 
 
 def _has(tensor: Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> bool:

@@ -158,7 +158,7 @@ void place(const Model& m, const Layer& layer, const float* from, long position,
 }
 
 float activated(long kind, float x) {
-    if (kind == 0) return x > 0 ? x * x : 0;
+    if (kind == 0) return x <= 0 ? 0 : x * x;  // NaN stays
     if (kind == 1) return x * 0.5f * (1 + std::erf(x * 0.70710678f));
     return 0.5f * x * (1 + std::tanh(0.79788456f * (x + 0.044715f * x * x * x)));
 }

@@ -29,9 +29,9 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
 
 def sum_and_rms_norm(x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not _are_alike(x, y):
-        return torch_ops.sum_and_rms_norm(x, y, a, b, eps)
-    return _SumAndNorm.apply(x, y, a, b, eps)
+    learned = [factor.shape for factor in (a, b) if isinstance(factor, Tensor)]
+    suits = _are_alike(x, y) and learned in ([], [(), ()])  # the kernel has the gradients of both, or of none
+    return _SumAndNorm.apply(x, y, a, b, eps) if suits else torch_ops.sum_and_rms_norm(x, y, a, b, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -41,7 +41,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def sum_and_layer_norm(
     x: Tensor, y: Tensor, a: float | Tensor, b: float | Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    if isinstance(a, Tensor) or not _are_alike(x, y):  # no lineage learns a and b and has this norm
+    if not (isinstance(a, float) and isinstance(b, float) and _are_alike(x, y)):  # no lineage learns a and b here
         total = torch_ops.weighted_sum(x, y, a, b)
         return total, layer_norm(total, weight, bias, eps)
     return _SumAndLayerNorm.apply(x, y, a, b, weight, bias, eps)
@@ -101,7 +101,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, vocab_size: int, cap: flo
     """The loss is float64; the gradient takes the place of the logits. IndexError for a target that is no entry."""
     assert logits.is_contiguous()
     targets = checked_targets(targets, len(logits), vocab_size)
-    nats, sizes = torch.empty((), dtype=torch.float64), (*logits.shape, vocab_size)
+    nats, sizes = logits.new_empty((), dtype=torch.float64), (*logits.shape, vocab_size)
     call("loss_and_gradient", logits.dtype, logits, targets, *sizes, float(cap or 0), nats)
     return nats, logits
 
@@ -114,7 +114,7 @@ def head_loss(
     require_head(x, weight, vocab_size)
     targets = checked_targets(targets, len(x), vocab_size)
     x, weight = x.contiguous(), weight.float().contiguous()
-    nats, dx, dweight = torch.empty((), dtype=torch.float64), torch.empty_like(x), torch.empty_like(weight)
+    nats, dx, dweight = x.new_empty((), dtype=torch.float64), torch.empty_like(x), torch.empty_like(weight)
     sizes = *x.shape, len(weight), vocab_size
     call("head_loss", x.dtype, x, weight, targets, dx, dweight, nats, *sizes, float(cap or 0))
     return nats, dx, dweight
@@ -148,7 +148,8 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 def sum_of_squares(tensors: list[Tensor]) -> Tensor:
     """Of contiguous float32 tensors, in float64."""
-    arrays, total = torch.tensor([(x.data_ptr(), x.numel()) for x in tensors]), torch.empty((), dtype=torch.float64)
+    arrays = torch.tensor([(x.data_ptr(), x.numel()) for x in tensors], device="cpu")
+    total = arrays.new_empty((), dtype=torch.float64)
     call("sum_of_squares", None, arrays, len(arrays), total)
     return total
 
@@ -172,7 +173,7 @@ class _SumAndNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         total, inverse, *learned = ctx.saved_tensors
-        sums = torch.empty(2, dtype=torch.float64) if ctx.learned else None
+        sums = inverse.new_empty(2, dtype=torch.float64) if ctx.learned else None
         given = inverse, *(learned or (None, None))  # x and y
         dx, dy = _norm_backward("norm_backward", ctx.weights, gradients, total, given, (None, sums))
         of_weights = (None, None) if sums is None else sums.float().unbind()
@@ -292,7 +293,7 @@ class _Dropout(torch.autograd.Function):
 def _dropped(x: Tensor, rate: float, seed: int) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
-    call("dropout", x.dtype, x, y, x.shape[:-1].numel(), x.shape[-1], rate, seed)
+    call("dropout", x.dtype, x, y, x.shape[:-1].numel(), x.shape[-1], float(rate), seed)
     return y
 
 

@@ -20,7 +20,7 @@ def directions(
 ) -> Tensor:
     """Move the means of some tensors of one shape to their gradients; returns what is to be orthogonalized, stacked."""
     stack = means[0].new_empty(len(means), *means[0].shape)
-    gradients = [gradient.contiguous() for gradient in gradients]
+    gradients = [gradient.float().contiguous() for gradient in gradients]
     arrays = _arrays(means, gradients, stack.unbind())
     call("muon_directions", None, arrays, len(means), 1.0 - float(momentum), nesterov)
     return stack
@@ -55,4 +55,5 @@ def step(
 
 def _arrays(*columns: Sequence[Tensor]) -> Tensor:
     """Rows of addresses, each with the number of elements."""
-    return torch.tensor([(*(x.data_ptr() for x in row), row[0].numel()) for row in zip(*columns, strict=True)])
+    rows = [(*(x.data_ptr() for x in row), row[0].numel()) for row in zip(*columns, strict=True)]
+    return torch.tensor(rows, device="cpu")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from gptlab.config.model import Activation
 from gptlab.config.run import Products
+from gptlab.model.hooks import is_by_weight
 from gptlab.model.kernels import torch_ops
 from gptlab.runtime.hardware.installed import cxx_compiler
 
@@ -146,7 +147,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def mlp(x: Tensor, up: nn.Linear, activation: Callable[[Tensor], Tensor], out: nn.Linear) -> Tensor:
     """out(activation(up(x)))"""
     biased = up.bias is not None or out.bias is not None
-    if not biased and isinstance(activation, OfBoth) and (kernels := multiplication_of_many(x)) is not None:
+    kernels = None if biased else multiplication_of_many(x)
+    if isinstance(activation, OfBoth) and kernels is not None and is_by_weight(up) and is_by_weight(out):
         y: Tensor = kernels.mlp(x, up.weight, out.weight, activation.name)
     else:
         y = out(activation(up(x)))

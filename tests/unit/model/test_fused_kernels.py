@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gptlab.config.model import Activation, ModelConfig
 from gptlab.eval.bits_per_byte import nats_of, token_nats
-from gptlab.model.gpt import MLP, build_model
+from gptlab.model.gpt import MLP, Linear, build_model
 from gptlab.model.head import HeadLoss, capped_logits
 from gptlab.model.kernels import blocks, fused, ops, torch_ops
 from gptlab.runtime.hardware.device import compiler_available
@@ -417,7 +417,7 @@ def test_logits_of_many_positions_are_computed_by_a_kernel(positions: int, monke
     calls: list[str] = []
     monkeypatch.setattr(fused, "capped_logits", counted(fused.capped_logits, "capped_logits", calls))
     monkeypatch.setattr(ops, "_fused", fused)
-    head, x = torch.nn.Linear(8, 70, bias=False), random(positions, 8)
+    head, x = Linear(8, 70, bias=False), random(positions, 8)
     with torch.no_grad():
         found = capped_logits(head, x, 65, 3.0)
     assert bool(calls) == (positions == ops.KERNEL_POSITIONS)

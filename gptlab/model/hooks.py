@@ -1,0 +1,24 @@
+"""Whether to call a module does what its class says."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def is_hooked(part: nn.Module) -> bool:
+    """Whether something else runs with it, or in its place."""
+    return bool(
+        part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+        or "forward" in part.__dict__ or part._compiled_call_impl
+    )  # fmt: skip
+
+
+def all_are_hooked() -> bool:
+    """Whether something runs with every module of this process."""
+    return nn.modules.module._has_any_global_hook()
+
+
+def is_by_weight(layer: nn.Module) -> bool:
+    """Whether to call it is to multiply by its weight and to add its bias: it is a `Linear` of `gpt`."""
+    is_own = type(layer).forward is getattr(type(layer), "by_weight", None)
+    return is_own and not is_hooked(layer) and not all_are_hooked()
