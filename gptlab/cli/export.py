@@ -43,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     form, why = choose_form(run.config.model)
     export(run, target, form=form, dtype=arguments.dtype)
     print(f"{target}: step {run.step} of {run.directory.path} as {ARCHITECTURES[form]} ({why}), {arguments.dtype}")
+    if arguments.dtype == "float32" and run.config.runtime.dtype == "float64":
+        print("warning: the weights are float64, and were rounded")
     if run.config.data.mask_documents:
         print(f"warning: {WITHOUT_MASK}")
     if form == "gptlab":

@@ -174,7 +174,12 @@ def from_transformers(
     if config.tied_head:
         head, table = (_theirs(name, form)[0] for name in ("head.weight", "token_embedding.weight"))
         twin, tied = given.pop(head, None), given.get(table)
-        if twin is not None and tied is not None and not (twin.dtype == tied.dtype and torch.equal(twin, tied)):
+        if (
+            twin is not None
+            and tied is not None
+            and not (twin.dtype == tied.dtype and torch.equal(twin, tied))
+            and torch.isfinite(tied).all()  # NaN differs from itself, and is refused below
+        ):
             raise UserError(f"{head} differs from {table}, though the model's head is tied to its embedding")
     found = {}
     for name, shape in _shapes(config, form).items():
@@ -193,7 +198,9 @@ def from_transformers(
             there = ", ".join(str(tuple(part.shape)) for part in parts)
             raise UserError(f"the weights' {label} have the shapes {there}, which do not go together")
         value = torch.cat(parts) if len(parts) > 1 else parts[0]
-        if value.dtype not in _WEIGHT_DTYPES or not bool(torch.isfinite(value).all()):
+        if value.dtype not in _WEIGHT_DTYPES:
+            raise UserError(f"the weights' {theirs[0]} is of {value.dtype}, which is no type of weights")
+        if not bool(torch.isfinite(value).all()):
             raise UserError(f"the weights' {theirs[0]} holds values that are no finite numbers")
         turned = form == "gpt2" and transposed and _is_matrix(name, shape)
         value = value.T if turned else value

@@ -632,6 +632,12 @@ class TestCommand:
             code, out, _ = command(["import", "hf", folder, tmp_path / f"{run.name}-again"])
             assert (code, "give each document alone" in " ".join(out.split())) == (0, is_masked)
 
+    def test_a_warning_says_that_float64_was_rounded(self, trained: Path, tmp_path: Path) -> None:
+        wide = train(trained.parent, "wide", runtime__dtype="float64", steps=1)
+        for run, is_rounded in ((trained, False), (wide, True)):
+            code, out, _ = command(["export", run, tmp_path / run.name])
+            assert (code, "the weights are float64, and were rounded" in out) == (0, is_rounded)
+
     def test_an_empty_folder_will_do(self, trained: Path, tmp_path: Path) -> None:
         assert command(["export", trained, tmp_path])[0] == 0
         assert (tmp_path / "config.json").exists()

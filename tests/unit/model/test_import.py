@@ -209,11 +209,16 @@ def without(state: dict[str, Tensor], name: str) -> dict[str, Tensor]:
 
 def test_checkpoints_that_cannot_be_are_refused_in_one_line(tmp_path: Path, meta: Path) -> None:
     state = random_state(ARGUMENTS)
-    wpe = "transformer.wpe.weight"
+    wpe, tied = "transformer.wpe.weight", ("transformer.wte.weight", "lm_head.weight")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"model": without(state, wpe)}, "lack wpe.weight"),
         ({"model": state | {wpe: torch.zeros(24, 15)}}, "(24, 15)"),
         ({"model": state | {wpe: torch.full((24, 16), torch.nan)}}, "no finite numbers"),
+        (
+            {"model": state | dict.fromkeys(tied, state[tied[0]] * torch.nan)},
+            "wte.weight holds values that are no finite",
+        ),
+        ({"model": state | {wpe: torch.zeros(24, 16, dtype=torch.int32)}}, "wpe.weight is of torch.int32"),
         ({"model": state | {"transformer.h.2.ln_1.weight": torch.ones(16)}}, "h.2.ln_1.weight"),
         ({"model": state | {"lm_head.weight": torch.ones(13, 16)}}, "lm_head.weight differs"),
         ({"model": {"wte": 1}}, "no table of tensors"),
