@@ -360,7 +360,8 @@ def _described(model: GPT) -> list[Any]:
         shapes = {key: weight.shape for key, weight in part._parameters.items() if weight is not None}
         held = {key: value for key, value in vars(part).items() if isinstance(value, (int, float, str, type(None)))}
         held = {} if part is model else {key: held[key] for key in held.keys() - {"training", "attend"}}
-        parts.append((name, type(part), is_hooked(part), shapes, held))
+        kind = getattr(type(part), "evaluates_as", type(part))
+        parts.append((name, kind, is_hooked(part), shapes, held))
     return parts
 
 

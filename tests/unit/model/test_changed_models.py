@@ -17,6 +17,7 @@ from gptlab.config.optim import AdamWConfig
 from gptlab.model.changed import apply_change
 from gptlab.model.gpt import GPT, MLP, Dropout, Linear, build_model
 from gptlab.model.kernels import ops, torch_ops
+from gptlab.model.kernels.fp8 import Fp8Linear
 from gptlab.optim.adamw import AdamW, AdamWGroup
 
 CPU = torch.device("cpu")
@@ -75,6 +76,14 @@ def test_a_hook_of_all_modules_and_a_patched_kind_change_it_too() -> None:
         assert model.is_changed()
     assert not model.is_changed()
     model.train().requires_grad_(False)
+    assert not model.is_changed()
+
+
+def test_products_in_8_bits_change_training_alone() -> None:
+    model = built()
+    for part in model.modules():
+        if type(part) is Linear:
+            part.__class__ = Fp8Linear
     assert not model.is_changed()
 
 
