@@ -22,6 +22,7 @@ from gptlab.config.run import RunConfig
 from gptlab.data.packing import IGNORED
 from gptlab.data.rows import RowSource
 from gptlab.model.gpt import GPT
+from gptlab.model.hooks import is_by_weight, is_hooked
 from gptlab.model.kernels.ops import implementation, multiplication_of_many
 from gptlab.runtime.processes.distributed import Group
 
@@ -123,13 +124,14 @@ def nats_of(model: GPT) -> TokenNats:
     in the cache: an evaluation of quickstart takes 0.74 to 0.94 of the time (docs/LOG.md, 2026-11-27)."""
 
     def nats(tokens: Tensor, targets: Tensor) -> Tensor:
-        if model.is_changed():  # or has sharded weights: its hooks gather them
+        head, is_called = model.head, model.is_replaced or is_hooked(model)  # hooks gather weights that are sharded
+        if is_called or head.bias is not None or not is_by_weight(head):
             return token_nats(model(tokens), targets)
         hidden = model.hidden(tokens)
         if (kernels := multiplication_of_many(hidden)) is None:
             return token_nats(model.logits(hidden), targets)
         x, cap = model.final_norm(hidden), model.config.logit_softcap
-        return kernels.head_nats(x, model.head.weight, targets, model.vocab_size, cap)
+        return kernels.head_nats(x, head.weight, targets, model.vocab_size, cap)
 
     return nats
 

@@ -234,7 +234,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the losses of a changed model are those of its own parts", "eval/bits_per_byte.py",
-        "if model.is_changed():", "if False:",
+        "if is_called or head.bias is not None or not is_by_weight(head):", "if False:",
         ["test_fused_kernels.py::test_the_losses_of_a_model_are_those_of_its_logits"],
     ),
     Mutation(
