@@ -26,11 +26,11 @@ from gptlab.runtime.processes.distributed import World
 _ALONE = World()
 
 # Steps of quickstart reach 0.55 of the products' peak where these are slow (float32 with AVX2, docs/LOG.md, 2026-11-22)
-# and a fifth of it where they are fast (AMX), since the rest of a step is no faster there: two threads reach 490 to 530
-# GFLOP/s with products of 842 to 966 (Zen 5, 2026-11-25 and 2026-11-27) and 390 to 500 with products of 2,200 (AMX,
-# 2026-11-28).
+# and a third of it where they are fast (AMX), since the rest of a step is no faster there: two threads reach 490 to 530
+# GFLOP/s with products of 842 to 966 (Zen 5, 2026-11-25 and 2026-11-27) and 545 to 740 with products of 2,000 (AMX,
+# 2026-11-29).
 PRODUCTS_SHARE = 0.55
-CPU_THREAD_FLOPS_PER_SECOND = 260e9
+CPU_THREAD_FLOPS_PER_SECOND = 340e9
 
 ASSUMED_CHARACTERS = 128
 """A char tokenizer's entries before the corpus is read: ASCII. (tinyshakespeare has 65.)"""

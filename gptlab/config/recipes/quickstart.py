@@ -54,12 +54,11 @@ LEAST_STEP_TOKENS, CPU_MICRO_TOKENS = 2**12, 2**13
 # nothing was measured.
 QUICKSTART_ASPECT = 32
 QUICKSTART_TOKENS_PER_PARAM = 2.5
-# The more tokens a run sees, the more of them a step may have: their square root. With three layers of width 128, 4,096
-# a step are better than 8,192 by 1.6% for 3.5 million tokens, and as good for 6 and 10 million, with four layers for 9
-# (docs/LOG.md, 2026-11-25, with a context of 512). Two layers of width 64 want half as many (2026-11-22, before keys
-# were offset).
-QUICKSTART_STEP_TOKENS_PER_ROOT = 3.6
-QUICKSTART_STEP_TOKENS_PER_ROOT_NARROW = 2.3
+# The more tokens a run sees, the more of them a step may have: their square root. In the same time 8,192 tokens a step
+# are as good as 4,096 for 3.3 million tokens of two layers, better by 1 to 3% for 5 million of two, 3 million of three
+# and 4 million of four layers; 16,384 are worse than 8,192 by 0.4% for 12.5 million of four layers (AMX; docs/LOG.md,
+# 2026-11-29).
+QUICKSTART_STEP_TOKENS_PER_ROOT = 4.6
 # Three times nanochat's, before the factor below. After 60 s (three layers, two seeds) twice and four times its rate
 # end 1.4 and 1.7% lower in bits per byte, half of it 7% higher; after 180 s (four layers) 1.0 and 0.8% lower. Rates of
 # Muon and embeddings, weight decay and the length of the warmdown make less difference (docs/LOG.md, 2026-11-25).
@@ -86,11 +85,11 @@ def quickstart(
         shape, horizon = quickstart_on_gpu.within_the_text(
             gpu, shape, horizon, flops_per_second, QUICKSTART_TOKENS_PER_PARAM, size, least_depth=depth or 1
         )
-    per_root, total_tokens = _step_tokens_per_root(shape.n_embd), 2**13
+    total_tokens = 2**13
     tokens = horizon.amount * total_tokens
     if horizon.unit != "steps":
         tokens = tokens_within(horizon, shape, flops_per_second)
-        total_tokens = step_tokens(tokens, per_root, LEAST_STEP_TOKENS)
+        total_tokens = step_tokens(tokens, QUICKSTART_STEP_TOKENS_PER_ROOT, LEAST_STEP_TOKENS)
     by_steps = horizon.unit == "tokens" or validates_by_steps(horizon)
     quarters: dict[str, Any] = {
         "every_seconds": horizon.amount / 4 if horizon.unit == "seconds" else None,
@@ -156,10 +155,6 @@ def step_tokens(tokens: float, per_root: float, least: int) -> int:
     return 2 ** math.floor(math.log2(min(max(per_root * math.sqrt(tokens), least), 2**19)))
 
 
-def _step_tokens_per_root(n_embd: int) -> float:
-    return QUICKSTART_STEP_TOKENS_PER_ROOT if n_embd >= 128 else QUICKSTART_STEP_TOKENS_PER_ROOT_NARROW
-
-
 def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
     """How the size was chosen, in one line; None where another recipe, --depth or a field decided it."""
     if config.recipe == "quickstart" and config.horizon.amount == quickstart_on_gpu.most_tokens(machine):
@@ -178,7 +173,7 @@ def why_quickstart_size(config: RunConfig, machine: Machine) -> str | None:
             f"{config.horizon.amount:g} s x {rate / 1e9:,.0f} GFLOP/s ({how}) = {config.horizon.amount * rate:.2g} FLOP"
         )
     ratio = f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter"
-    return f"{compute}: at least {ratio}, at most {_step_tokens_per_root(model.n_embd):g} sqrt(tokens) a step"
+    return f"{compute}: at least {ratio}, at most {QUICKSTART_STEP_TOKENS_PER_ROOT:g} sqrt(tokens) a step"
 
 
 def text_ends_first(machine: Machine, config: RunConfig) -> bool:

@@ -73,7 +73,7 @@ def test_a_step_has_as_many_tokens_as_their_root_allows(rate: float) -> None:
     batch = config.batch.total_tokens
     assert batch == 2 ** round(math.log2(batch))
     assert 4096 <= batch <= 2**19
-    most = (3.6 if config.model.n_embd >= 128 else 2.3) * math.sqrt(tokens)
+    most = 4.6 * math.sqrt(tokens)
     assert batch <= most or batch == 4096
     if batch < 2**19:  # the next power of two would be more
         assert 2 * batch > most
@@ -100,14 +100,14 @@ class TestSizedByMeasurement:
         flops = shape_for_depth(model.n_layer, **QUICKSTART_SIZE).flops_per_token
         tokens = length * 60 * rate(config) / flops
         # The depth that follows from the third is not timed itself; a deeper one reaches more.
-        assert config.batch.total_tokens <= max(1.3 * 3.6 * math.sqrt(tokens), 4096)
+        assert config.batch.total_tokens <= max(1.3 * 4.6 * math.sqrt(tokens), 4096)
         return config
 
     def test_a_fast_machine_gets_as_many_steps_as_a_slow_one(self) -> None:
         """The machine of docs/LOG.md, 2026-11-22: products at 2 TFLOP/s, steps at 27,000 tokens/s of four layers. Sized
         by its peak it made 174 steps and ended at 1.21 bits per byte; 599 of 8,192 tokens ended at 0.98."""
         config = self.sized(lambda config: 27_000 * 10.02e6)
-        assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (4, 4096, 4)
+        assert (config.model.n_layer, config.batch.total_tokens, config.batch.micro_sequences) == (4, 8192, 8)
 
     def test_a_slower_moment_makes_no_smaller_model(self) -> None:
         """The same machine whose host is busy for one timing: 93 GFLOP/s (docs/LOG.md, 2026-11-22). Two layers are
@@ -153,7 +153,7 @@ class TestSizedByMeasurement:
             return Machine(device="cpu", flops_per_second=None, most_flops_per_second=PRODUCTS_SHARE * products)
 
         config = sized_by_measurement(recipe, None, measure, limit(181e9))
-        assert (config.model.n_layer, config.batch.total_tokens, timed) == (2, 4096, [2])
+        assert (config.model.n_layer, config.batch.total_tokens, timed) == (2, 8192, [2])
 
     @pytest.mark.parametrize("slowdown", [0.003, 0.03, 0.3, 0.5, 1.0, 2.0, 20.0, 2000.0])
     @pytest.mark.parametrize("length", [1, 3, 10])
@@ -364,7 +364,7 @@ def test_the_size_is_explained_where_the_recipe_chose_it() -> None:
     reason = why_quickstart_size(quickstart(machine=here), here)
     assert reason is not None
     assert "180 s x 240 GFLOP/s (timed) = 4.3e+13 FLOP" in reason
-    assert f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter, at most 3.6 sqrt(tokens) a step" in reason
+    assert f"{QUICKSTART_TOKENS_PER_PARAM:g} tokens per parameter, at most 4.6 sqrt(tokens) a step" in reason
     assert why_quickstart_size(quickstart(depth=9, machine=here), here) is None
     assert why_quickstart_size(quickstart(horizon=Horizon(amount=10, unit="steps")), here) is None
     assert why_quickstart_size(shakespeare_char(), here) is None
