@@ -194,7 +194,7 @@ def test_names_by_hand() -> None:
         ({"transformer.wte.weight": torch.ones(36, 24), "lm_head.weight": None}, r"shape \(36, 24\)"),
         ({"transformer.ln_f.bias": torch.full((24,), torch.nan)}, "ln_f.bias .*finite"),
         ({"transformer.ln_f.bias": torch.full((24,), torch.inf)}, "ln_f.bias .*finite"),
-        ({"transformer.ln_f.bias": torch.ones(24, dtype=torch.int64)}, "ln_f.bias .*finite"),
+        ({"transformer.ln_f.bias": torch.ones(24, dtype=torch.int64)}, "ln_f.bias is of torch.int64"),
         ({"lm_head.weight": torch.ones(35, 24)}, "lm_head.weight differs"),
     ],
 )
