@@ -64,7 +64,7 @@ def _require_head(model: GPT) -> None:
     if rows < model.vocab_size or channels != model.config.n_embd or model.head.bias is not None:
         raise UserError(
             f"change_model made a head of {rows} x {channels} weights{' and a bias' * (model.head.bias is not None)}: "
-            f"the loss is computed from the weights alone, {model.vocab_size} x {model.config.n_embd} or more rows"
+            f"the loss needs {model.vocab_size} rows or more, of {model.config.n_embd}, and takes no bias"
         )
 
 

@@ -354,7 +354,8 @@ class GPT(nn.Module):
 
 
 def _described(model: GPT) -> list[Any]:
-    """Of each part its kind, the shapes of its weights, and what else it holds."""
+    """Of each part its kind, the shapes of its weights, and what else it holds, except for what training and
+    `attend_by_torch` set."""
     parts = []
     for name, part in model.named_modules():
         shapes = {key: weight.shape for key, weight in part._parameters.items() if weight is not None}

@@ -106,8 +106,9 @@ def hidden(
     if not layers or not _is_written_for(kind) or all_are_hooked():
         return None
     found = [one for block in layers if (one := _facts(block, model.made_of, activations, x0)) is not None]
-    shared = [id(weight) for _, weights in found for weight in weights if weight is not None]
-    if len(found) < len(layers) or len(set(shared)) < len(shared):  # autograd adds up those in the order of their use
+    held = [id(weight) for _, weights in found for weight in weights if weight is not None]
+    # The gradients of a weight that several blocks share are added up by autograd, in an order of its own.
+    if len(found) < len(layers) or len(set(held)) < len(held):
         return None
     mixes, tables, (cos, sin) = model.config.residual_lambdas, model.value_embeddings, rotary or (None, None)
     factors = (model.residual_lambdas, model.x0_lambdas) if mixes else (None, None)

@@ -89,6 +89,16 @@ def test_the_kernel_is_the_same(name: str, lengths: list[int]) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_kernel_hides_no_nan() -> None:
+    """ReLU^2 of it was 0."""
+    model = shaken(MODERN, torch.float32)
+    with torch.no_grad():
+        model.blocks[1].get_submodule("mlp.up").weight[3] = torch.nan  # type: ignore[index, operator]
+    decoder = Decoder(model, 1)
+    assert decoder._kernel is not None
+    assert decoder.step([4]).isnan().all()
+
+
 @pytest.mark.parametrize("name", ["modern", "key offset, whole context"])
 @pytest.mark.parametrize("lengths", [[4, 4], [1, 12]], ids=["same length", "other lengths"])
 def test_past_the_spare_columns(name: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

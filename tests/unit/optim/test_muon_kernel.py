@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gptlab.config.optim import MuonConfig, Orthogonalizer
-from gptlab.model.kernels import muon_kernel, ops
+from gptlab.model.kernels import fused, muon_kernel, ops
 from gptlab.optim.muon import Muon
 from gptlab.optim.orthogonalize import orthogonalize
 from gptlab.runtime.hardware.device import compiler_available
@@ -189,3 +189,20 @@ def test_kernels_take_what_they_are_made_for() -> None:
     assert ops.of_matrices(x, x.mT) is ops.of_matrices(x.double()) is ops.of_matrices(x.to("meta")) is None
     assert ops.orthogonalization(x, torch.float64) is ops.orthogonalization(x.double(), torch.float32) is None
     assert ops.orthogonalization(x[0], torch.float32) is ops.orthogonalization(x[None], torch.float32) is None
+
+
+def test_gradients_of_another_type_and_another_default_device() -> None:
+    """Addresses were put on the default device, and gradients in bfloat16 read as float32."""
+    ops.load_kernels(CPU, torch.float32)
+    gradient = torch.randn(16, 8, generator=torch.Generator().manual_seed(5)).bfloat16()
+    means = [torch.zeros(16, 8) for _ in range(2)]
+    torch.set_default_device("meta")
+    try:
+        found = muon_kernel.directions(means[:1], [gradient], 0.9, True)
+        squares = fused.sum_of_squares([gradient.float()])
+    finally:
+        torch.set_default_device(None)
+    expected = muon_kernel.directions(means[1:], [gradient.float()], 0.9, True)
+    assert torch.equal(found, expected)
+    assert torch.equal(*means)
+    assert float(squares) == pytest.approx(float(gradient.double().square().sum()), rel=1e-12)
