@@ -148,6 +148,7 @@ def test_of_two_factors_one_may_be_learned() -> None:
 @pytest.mark.parametrize("rate", [0, 1])
 def test_rates_of_dropout_may_be_whole_numbers(rate: int) -> None:
     """The first rate of a process decided how later ones are read: it could end by 520 GB for threads."""
+    built()  # which loads the kernels
     x = torch.ones(300, 32)
     assert torch.equal(Dropout(rate).train()(x), nn.Dropout(rate).train()(x))
     assert 0 < float((Dropout(0.5).train()(x) == 0).float().mean()) < 1
