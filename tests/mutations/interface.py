@@ -112,7 +112,7 @@ MUTATIONS = [
         ["test_own_parts.py::test_a_hook_may_turn_gradients_off"],
     ),
     Mutation(
-        "a run without prompts ends with a command that has none to continue", "app/run/run_request.py",
+        "a run without prompts ends with a command that has none to continue", "app/commands.py",
         '"" if prompts else " --interactive"', '""',
         ["test_train_run.py::test_the_command_that_samples_has_a_prompt"],
     ),

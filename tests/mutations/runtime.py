@@ -143,7 +143,7 @@ MUTATIONS = [
         ["test_train_on.py::test_a_run_of_a_lab_has_nothing_to_train_on_with"],
     ),
     Mutation(
-        "a run that has reached its loss is trained on to the same loss", "app/run/run_request.py",
+        "a run that has reached its loss is trained on to the same loss", "app/commands.py",
         "\"None\" if own else \"none\"", "f\"{0.9 * horizon.until_val_loss:.4g}\"",
         ["test_train_on.py::test_the_command_that_trains_on_a_run_with_a_loss_to_reach"],
     ),

@@ -265,7 +265,7 @@ class TestInThisProcess:
 
     @pytest.mark.parametrize(
         "place",
-        ["training.recorder.Recorder.finish_run", "app.run.run_session.next_steps"],
+        ["training.recorder.Recorder.finish_run", "app.run.run_session.next_commands"],
         ids=["summary", "text"],
     )
     def test_after_the_last_step_a_run_ends_as_it_would(

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
+from gptlab.app.commands import resume_command
 from gptlab.app.run.own_parts import OwnParts, own_parts_of
-from gptlab.app.run.run_request import RunRequest, resume_command
+from gptlab.app.run.run_request import RunRequest
 from gptlab.config.errors import EXIT_PREEMPTED, EXIT_TRAINING_FAILED, EXIT_USAGE, UserError
 from gptlab.config.run import RunConfig
 from gptlab.runtime.processes.distributed import Group, Job

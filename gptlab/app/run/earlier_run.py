@@ -15,12 +15,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from gptlab.app.commands import longer_command
 from gptlab.app.run.attempt import Attempt, Result
 from gptlab.app.run.loaded_run import as_recorded, with_own_tokenizer
 from gptlab.app.run.own_parts import OwnParts, own_parts_of
 from gptlab.app.run.ranks import rank_0_reports
 from gptlab.app.run.repeat import Facts, implementations_changed, repeated_config, stored_config, what_differs
-from gptlab.app.run.run_request import RunRequest, longer_command
+from gptlab.app.run.run_request import RunRequest
 from gptlab.app.run.session import Session
 from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json, flatten

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gptlab.app.commands import longer_command, next_commands, resume_command
 from gptlab.app.run.attempt import Attempt, Result
 from gptlab.app.run.ranks import require_same_implementations
-from gptlab.app.run.run_request import longer_command, next_steps, resume_command
 from gptlab.app.run.session import Session, open_session, require_agreement
 from gptlab.config.errors import EXIT_PREEMPTED, UserError
 from gptlab.config.load import config_to_json
@@ -253,7 +253,7 @@ def run_session(
     if attempt.parts is not None and attempt.parts.replacing:  # which commands cannot give
         console.line(f"to train it on: {longer_command(run.path, config, attempt.parts.replacing)}")
     else:
-        for line in next_steps(run.path, config, session.prompts, trained=saved):
+        for line in next_commands(run.path, config, session.prompts, trained=saved):
             console.line(line)
     show_closing_block(summary, console)
     return Result(0, run.path, summary)

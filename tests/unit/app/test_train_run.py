@@ -15,9 +15,10 @@ import tiny_runs as tiny
 import torch
 
 from gptlab.app import sizing
+from gptlab.app.commands import next_commands
 from gptlab.app.run import run_session, session, train_run
 from gptlab.app.run.attempt import Attempt
-from gptlab.app.run.run_request import RunRequest, next_steps
+from gptlab.app.run.run_request import RunRequest
 from gptlab.app.run.run_session import describe
 from gptlab.app.run.train_run import _configured
 from gptlab.config.run import RunConfig
@@ -199,6 +200,6 @@ def test_a_folder_that_is_taken_is_refused_before_torch_is_imported(tmp_path: Pa
 )
 def test_the_command_that_samples_has_a_prompt(tmp_path: Path, prompts: tuple[str, ...], words: str) -> None:
     """Without a prompt it continues those of the run; a run that has none, and no BOS, has nothing to start from."""
-    lines = next_steps(tmp_path, tiny.make_config(tmp_path, "run"), prompts, trained=True)
+    lines = next_commands(tmp_path, tiny.make_config(tmp_path, "run"), prompts, trained=True)
     (line,) = [one for one in lines if "sample it" in one]
     assert line.endswith(f" sample {tmp_path}{words}")

@@ -21,6 +21,7 @@ from gptlab.cli import main as cli
 from gptlab.cli.arguments.parser import Positional, parse, read_request, read_words
 from gptlab.cli.arguments.run_help import recipe_list
 from gptlab.config.errors import UserError
+from gptlab.config.length import HORIZONS
 from gptlab.config.load import apply_overrides, leaf_fields
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES
@@ -348,7 +349,7 @@ class TestRunRequest:
         with pytest.raises(SystemExit):
             request("--help-all")
         offered = set(re.findall(r"^  --([\w.-]+)", capsys.readouterr().out, re.MULTILINE))
-        names = [*leaf_fields(RunConfig), *run_request.HORIZONS, *run_request.ALIASES, "depth", "resume", "from"]
+        names = [*leaf_fields(RunConfig), *HORIZONS, *run_request.ALIASES, "depth", "resume", "from"]
         names += ["list", "quiet", "resume_from_step"]
         assert offered == {name.replace("_", "-") for name in names} - {"recipe", "recipe-arguments"}
 

@@ -17,7 +17,7 @@ import pytest
 from tiny_runs import command
 from written_runs import write_run
 
-from gptlab.app.run.run_request import longer_command
+from gptlab.app.commands import longer_command
 from gptlab.config.load import config_from_json, leaf_fields
 from gptlab.config.run import RunConfig
 from gptlab.data.tokenizer.base import ByteTokenizer
