@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.config.errors import UserError, one_line, require_choice
-from gptlab.config.length import HORIZONS
+from gptlab.config.length import HORIZONS, Horizon, HorizonUnit
 from gptlab.config.load import config_to_json, flatten, leaf_fields, unknown_field, value_from_text
 from gptlab.config.recipes import configure, recorded_arguments
-from gptlab.config.run import Horizon, HorizonUnit, RunConfig
+from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.lab.run_record import number, reached, read_validations
 from gptlab.runtime.files.plain_file import read_json_object

@@ -123,7 +123,7 @@ MUTATIONS = [
         ["Validation every 125 steps"],
     ),
     Mutation(
-        "a phase counted in steps is a share of the recipe's own length", "config/run.py",
+        "a phase counted in steps is a share of the recipe's own length", "config/length.py",
         'total = int(horizon.amount) if horizon.unit == "steps" else 0', "total = 0",
         ["test_lineage_recipes.py::TestHorizon::test_phases_counted_in_steps_stay_so_where_they_fit"],
         ["6200 iterations, no warm-up", "250 steps of warm-up"],
@@ -227,13 +227,13 @@ MUTATIONS = [
         ["test_config.py::test_the_impossible_is_refused_by_name"],
     ),
     Mutation(
-        "a horizon of less than a step becomes one", "config/run.py",
+        "a horizon of less than a step becomes one", "config/length.py",
         "if steps < 1:", "steps = max(steps, 1)\n        if steps < 1:",
         ["test_config.py::TestHorizon::test_less_than_one_step_is_refused"],
         ["No horizon at all is an error"],
     ),
     Mutation(
-        "FLOPs are rounded down to steps", "config/run.py",
+        "FLOPs are rounded down to steps", "config/length.py",
         '"flops": round(self.amount / (flops_per_token * tokens_per_step))',
         '"flops": int(self.amount / (flops_per_token * tokens_per_step))',
         ["test_config.py::TestHorizon::test_steps_by_hand"],

@@ -49,10 +49,11 @@ import torch._dynamo  # before anything of torch is replaced, since it makes a t
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gptlab.config.length import Horizon
 from gptlab.config.load import apply_overrides
 from gptlab.config.recipes import RECIPES, configure, tiny
 from gptlab.config.recipes.nanochat import tiny_model
-from gptlab.config.run import BatchConfig, Horizon, RunConfig
+from gptlab.config.run import BatchConfig, RunConfig
 from gptlab.data.loader import Loader, StepBatch
 from gptlab.model.gpt import GPT, build_model
 from gptlab.runtime.processes.distributed import Group

@@ -11,9 +11,10 @@ from typing import Any
 
 from gptlab.app.run.run_request import RunRequest
 from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.length import Horizon
 from gptlab.config.load import apply_overrides, config_from_json, flatten
 from gptlab.config.recipes import RECIPES, configure, recorded_arguments, with_changes
-from gptlab.config.run import Horizon, RunConfig
+from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.lab.experiments.folder import require_validation_text
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME

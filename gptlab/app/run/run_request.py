@@ -9,10 +9,10 @@ from typing import Any
 
 from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_positive
 from gptlab.config.foreign_names import answer, config_file_answer
-from gptlab.config.length import LENGTH_FIELDS, replaced_lengths, with_length_fields
+from gptlab.config.length import LENGTH_FIELDS, Horizon, replaced_lengths, with_length_fields
 from gptlab.config.load import apply_overrides, checked_value, differences, flatten, leaf_fields, rebuild, unknown_field
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments, with_changes
-from gptlab.config.run import Compile, DType, Horizon, RunConfig
+from gptlab.config.run import Compile, DType, RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import listed_sources, load_toml
 from gptlab.runtime.records.identity import FREE_FIELDS, changeable_fields

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from typing import Any, get_type_hints
 
 from gptlab.config.errors import ConfigError, UserError, each_field_alone
+from gptlab.config.length import Horizon
 from gptlab.config.load import apply_overrides, checked_value
 from gptlab.config.recipes.autoresearch import autoresearch, autoresearch_tiny
 from gptlab.config.recipes.nanochat import FULL, NanochatArguments, nanochat, nanochat_tiny
@@ -32,7 +33,7 @@ from gptlab.config.recipes.nanogpt import (
 from gptlab.config.recipes.quickstart import quickstart, quickstart_adamw_scale
 from gptlab.config.recipes.shakespeare import shakespeare_char
 from gptlab.config.recipes.speedrun import speedrun_muon_2024_10, speedrun_muon_2024_10_tiny
-from gptlab.config.run import Horizon, RunConfig
+from gptlab.config.run import RunConfig
 from gptlab.config.scaling import (
     REFERENCE_BATCH_TOKENS,
     REFERENCE_DEPTH,

@@ -6,11 +6,12 @@ batch size.
 
 from __future__ import annotations
 
+from gptlab.config.length import Horizon, minutes
 from gptlab.config.optim import OptimConfig
 from gptlab.config.recipes import tiny
 from gptlab.config.recipes.nanochat import model_for_depth, tiny_model
 from gptlab.config.recipes.tiny import tiny_form
-from gptlab.config.run import BatchConfig, DataConfig, EvalConfig, Horizon, RunConfig, TokenizerConfig, minutes
+from gptlab.config.run import BatchConfig, DataConfig, EvalConfig, RunConfig, TokenizerConfig
 from gptlab.config.scaling import muon_and_adamw
 
 VOCAB_SIZE = 8192

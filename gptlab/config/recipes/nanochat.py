@@ -14,6 +14,7 @@ import json
 from dataclasses import fields, replace
 
 from gptlab.config.errors import BelowOne, Positive, checked_dataclass
+from gptlab.config.length import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig, Rate
 from gptlab.config.recipes import tiny
@@ -22,7 +23,6 @@ from gptlab.config.run import (
     BatchConfig,
     DataConfig,
     EvalConfig,
-    Horizon,
     RunConfig,
     RuntimeConfig,
     SampleConfig,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gptlab.config.length import Horizon, minutes, share_of_run, steps
 from gptlab.config.model import GPT2_SIZES, ModelConfig
 from gptlab.config.optim import AdamWConfig, OptimConfig, ScheduleConfig
 from gptlab.config.recipes import tiny
@@ -21,13 +22,9 @@ from gptlab.config.run import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
-    Horizon,
     RunConfig,
     RuntimeConfig,
     TokenizerConfig,
-    minutes,
-    share_of_run,
-    steps,
 )
 
 TINY_PRETRAINED = "runs/nanogpt-gpt2-124m-tiny"

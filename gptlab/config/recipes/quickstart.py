@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from gptlab.config.length import Horizon, minutes
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import quickstart_on_gpu
 from gptlab.config.run import (
@@ -13,11 +14,9 @@ from gptlab.config.run import (
     CheckpointConfig,
     DataConfig,
     EvalConfig,
-    Horizon,
     RunConfig,
     SampleConfig,
     TokenizerConfig,
-    minutes,
 )
 from gptlab.config.scaling import (
     REFERENCE_BATCH_TOKENS,

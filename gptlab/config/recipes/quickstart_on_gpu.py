@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from gptlab.config.run import Horizon
+from gptlab.config.length import Horizon
 from gptlab.config.scaling import MANY_EPOCHS, Machine, Shape, shape_for_depth
 
 # Tokens of a micro-batch at most: a GPU needs many to be busy. By `gptlab plan`, 2^14 of depth 10 take 4.8 GB, 2^15 of

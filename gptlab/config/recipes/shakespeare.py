@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from gptlab.config.length import Horizon, minutes
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes.quickstart import (
     flops_per_second_of,
@@ -13,16 +14,7 @@ from gptlab.config.recipes.quickstart import (
     tokens_within,
     validates_by_steps,
 )
-from gptlab.config.run import (
-    BatchConfig,
-    DataConfig,
-    EvalConfig,
-    Horizon,
-    RunConfig,
-    SampleConfig,
-    TokenizerConfig,
-    minutes,
-)
+from gptlab.config.run import BatchConfig, DataConfig, EvalConfig, RunConfig, SampleConfig, TokenizerConfig
 from gptlab.config.scaling import Machine, muon_and_adamw, shape_for_depth
 
 # In 10 s of two cores it gives two layers of width 64, in 60 and 180 s four of 128, in 60 s of float32 three. Where

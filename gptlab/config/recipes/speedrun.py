@@ -9,22 +9,12 @@ from __future__ import annotations
 import math
 
 from gptlab.config.errors import require_positive
+from gptlab.config.length import Horizon, minutes, share_of_run, steps
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
 from gptlab.config.recipes import tiny
 from gptlab.config.recipes.tiny import tiny_form
-from gptlab.config.run import (
-    BatchConfig,
-    DataConfig,
-    EvalConfig,
-    Horizon,
-    RunConfig,
-    RuntimeConfig,
-    TokenizerConfig,
-    minutes,
-    share_of_run,
-    steps,
-)
+from gptlab.config.run import BatchConfig, DataConfig, EvalConfig, RunConfig, RuntimeConfig, TokenizerConfig
 
 STEPS = 6200
 WARMDOWN_STEPS = 1800

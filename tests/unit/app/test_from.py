@@ -18,9 +18,10 @@ from gptlab.app.run.repeat import repeated_config, stored_config, what_differs
 from gptlab.app.run.run_request import TrainArguments
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import UserError
+from gptlab.config.length import Horizon
 from gptlab.config.load import apply_overrides, config_to_json
 from gptlab.config.recipes import quickstart
-from gptlab.config.run import Horizon, RunConfig
+from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME

@@ -16,8 +16,8 @@ from tiny_runs import arguments, command, differences, lines_of, outcome, train,
 
 from gptlab.app.run.run_request import RunRequest
 from gptlab.config.errors import UserError
+from gptlab.config.length import Horizon, HorizonUnit
 from gptlab.config.recipes import RECIPES, configure
-from gptlab.config.run import Horizon, HorizonUnit
 from gptlab.data.tokenizer import tokenizer
 from gptlab.lab.experiments.runs import drop_moments
 from gptlab.runtime.processes.liveness import Failure, PeerFailed

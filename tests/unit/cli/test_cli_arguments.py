@@ -21,11 +21,11 @@ from gptlab.cli import main as cli
 from gptlab.cli.arguments.parser import Positional, parse, read_request, read_words
 from gptlab.cli.arguments.run_help import recipe_list
 from gptlab.config.errors import UserError
-from gptlab.config.length import HORIZONS
+from gptlab.config.length import HORIZONS, Horizon
 from gptlab.config.load import apply_overrides, leaf_fields
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES
-from gptlab.config.run import EvalConfig, Horizon, RunConfig
+from gptlab.config.run import EvalConfig, RunConfig
 from gptlab.config.scaling import Machine
 
 MACHINE = Machine(device="cpu", flops_per_second=1e11)

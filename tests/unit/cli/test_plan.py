@@ -18,10 +18,11 @@ from gptlab.bench.training_rate import Rate, assumed_vocab_size
 from gptlab.cli import main as cli
 from gptlab.cli.plan import describe
 from gptlab.config.errors import ConfigError
+from gptlab.config.length import Horizon, HorizonUnit
 from gptlab.config.load import apply_overrides
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import configure
-from gptlab.config.run import Horizon, HorizonUnit, RunConfig, TokenizerConfig
+from gptlab.config.run import RunConfig, TokenizerConfig
 from gptlab.config.scaling import Machine
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels import ops

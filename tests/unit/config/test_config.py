@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from gptlab.config.errors import ConfigError, UserError, nearest_name
+from gptlab.config.length import Horizon
 from gptlab.config.load import apply_overrides
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig
@@ -18,7 +19,6 @@ from gptlab.config.run import (
     DataConfig,
     EvalConfig,
     FaultsConfig,
-    Horizon,
     ParallelConfig,
     RunConfig,
     RuntimeConfig,

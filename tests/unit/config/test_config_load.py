@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.length import Horizon
 from gptlab.config.load import (
     SCHEMA_VERSION,
     apply_overrides,
@@ -22,7 +23,7 @@ from gptlab.config.load import (
 )
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES, configure
-from gptlab.config.run import Horizon, RunConfig
+from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import load_toml
 

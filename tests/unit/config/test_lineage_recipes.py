@@ -25,11 +25,12 @@ from gptlab.bench.plan import RunPlan, make_plan
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.arguments.run_help import recipe_list
 from gptlab.config.errors import ConfigError, UserError, bare
+from gptlab.config.length import Horizon, share_of_run
 from gptlab.config.load import flatten, leaf_fields
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import ScheduleConfig
 from gptlab.config.recipes import RECIPES, configure
-from gptlab.config.run import Horizon, RunConfig, share_of_run
+from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine, lr_scale_for_batch, weight_decay_for_depth
 from gptlab.data.corpus.known_corpora import named_source
 from gptlab.model.gpt import build_model

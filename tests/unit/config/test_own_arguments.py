@@ -16,10 +16,11 @@ from gptlab.app.run.run_request import RunRequest, TrainArguments
 from gptlab.cli.arguments.help import field_docs
 from gptlab.cli.arguments.parser import read_request
 from gptlab.config.errors import UserError
+from gptlab.config.length import Horizon
 from gptlab.config.load import config_from_json, config_to_json, flatten
 from gptlab.config.recipes import OWN_TYPES, RECIPES, applied_scaling, configure, own_arguments
 from gptlab.config.recipes.nanochat import NanochatArguments
-from gptlab.config.run import Horizon, RunConfig
+from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.records.run_directory import RunDirectory
 

@@ -12,13 +12,14 @@ import pytest
 from gptlab.app.run.run_request import sized_by_measurement
 from gptlab.bench.training_rate import PRODUCTS_SHARE
 from gptlab.config.errors import ConfigError
+from gptlab.config.length import Horizon, HorizonUnit, minutes
 from gptlab.config.load import apply_overrides
 from gptlab.config.recipes import RECIPES, applied_scaling, configure, quickstart, shakespeare_char
 from gptlab.config.recipes.quickstart import (
     QUICKSTART_TOKENS_PER_PARAM,
     why_quickstart_size,
 )
-from gptlab.config.run import Horizon, HorizonUnit, RunConfig, minutes
+from gptlab.config.run import RunConfig
 from gptlab.config.scaling import (
     Machine,
     adamw_lr_scale_for_width,

@@ -15,9 +15,9 @@ from written_runs import TOKENS_PER_STEP, write_run
 
 from gptlab.cli.runs import _lines
 from gptlab.config.errors import UserError
+from gptlab.config.length import minutes, steps
 from gptlab.config.load import config_to_json
 from gptlab.config.recipes import configure
-from gptlab.config.run import minutes, steps
 from gptlab.config.scaling import Machine
 from gptlab.lab.removals import removals, remove
 from gptlab.lab.run_list import list_runs, select_runs, sort_runs

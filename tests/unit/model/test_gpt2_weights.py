@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gptlab.config.errors import UserError
+from gptlab.config.length import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, OptimConfig, ScheduleConfig
-from gptlab.config.run import BatchConfig, Horizon, RunConfig
+from gptlab.config.run import BatchConfig, RunConfig
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.interop.hf_config import gpt2_model_config
 from gptlab.model.interop.hf_weights import from_transformers, to_transformers
