@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from gptlab.lab.experiments.folder import Lab
     from gptlab.lab.experiments.ledger import Experiment
 
-ROOT = "labs"
 EXIT_CODES = {
     "keep": 0, "discard": 10, "inconclusive": 11, "no-op": 12, "invalid": 13, "crashed": 14, "timed-out": 15,
 }  # fmt: skip
 """Of `try`, by verdict."""
+_EXIT_CODES_TEXT = ", ".join(f"{code} {verdict}" for verdict, code in EXIT_CODES.items())
 
 NOT_CONFIRMED = 10
 """The exit code of `promote`."""
 
-USAGE = """\
+USAGE = f"""\
 usage: gptlab lab COMMAND NAME [ARGUMENTS]
 
 Experiments against a baseline: trained with the same seeds for the same time, and judged from outside.
@@ -63,8 +63,8 @@ commands:
 
 NAME is a folder below labs/, or a path. Every command but new and run takes --json.
 
-exit codes of try:  0 keep, 10 discard, 11 inconclusive, 12 no-op, 13 invalid, 14 crashed, 15 timed-out
-exit codes of promote: 0 confirmed, 10 not confirmed
+exit codes of try:  {_EXIT_CODES_TEXT}
+exit codes of promote: 0 confirmed, {NOT_CONFIRMED} not confirmed
 """
 
 
@@ -104,10 +104,9 @@ class TryArguments(RunArguments, TryOptions):
     name: str = ""
 
 
-TRY_DESCRIPTION = """\
+TRY_DESCRIPTION = f"""\
 Judge one change against the baseline: fields of `gptlab train --help-all`, given as --FIELD VALUE, or changed code, or
-both. The exit code is the verdict: 0 keep, 10 discard, 11 inconclusive, 12 no-op, 13 invalid, 14 crashed, 15 timed-out.
-"""
+both. The exit code is the verdict: {_EXIT_CODES_TEXT}."""
 
 
 def _new(argv: list[str]) -> int:
@@ -377,7 +376,7 @@ def _named(argv: list[str], command: str) -> tuple[str, list[str]]:
 
 def _path(name: str) -> Path:
     """A name is a folder below labs/; anything with a separator is a path."""
-    return Path(name) if os.sep in name or Path(name, "lab.json").is_file() else Path(ROOT, name)
+    return Path(name) if os.sep in name or Path(name, "lab.json").is_file() else Path("labs", name)
 
 
 def _fields(request: RunRequest) -> dict[str, object]:
