@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from gptlab.app.run.run_request import RunArguments
 from gptlab.cli.arguments.parser import read_request
-from gptlab.config.errors import UserError, require_positive
+from gptlab.config.errors import UserError
+from gptlab.config.fields import require_positive
 from gptlab.runtime.records.table import table
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.cli.runs import confirmed, deleted, disk_text
-from gptlab.config.errors import NotNegative, checked_dataclass, printable
+from gptlab.config.errors import printable
+from gptlab.config.fields import NotNegative, checked_dataclass
 from gptlab.lab.removals import Removal, judge_leftovers, old_checkpoints, remove
 from gptlab.lab.run_list import ListedRun, list_runs
 from gptlab.runtime.files.cache import cache_root

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.config.errors import UserError, cannot, checked_dataclass, printable
+from gptlab.config.errors import UserError, cannot, printable
+from gptlab.config.fields import checked_dataclass
 from gptlab.lab.run_record import At, RunRecord
 from gptlab.lab.sides import find_runs
 from gptlab.runtime.files.plain_file import to_json

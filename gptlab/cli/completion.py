@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from gptlab.cli.arguments.parser import DESCRIBE, DescribedError, Positional, parse
-from gptlab.config.errors import UserError, bare, checked_dataclass
+from gptlab.config.errors import UserError
+from gptlab.config.fields import bare, checked_dataclass
 
 Shell = Literal["bash", "zsh", "fish"]
 

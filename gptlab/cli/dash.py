@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.config.errors import UserError, checked_dataclass, require
+from gptlab.config.errors import UserError
+from gptlab.config.fields import checked_dataclass, require
 
 DESCRIPTION = """\
 Show the runs in and below a folder as a live page: list, curves, labs, and a prompt box for every run that has a \

@@ -15,7 +15,8 @@ import numpy as np
 
 from gptlab.cli.arguments.help import fitted
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
-from gptlab.config.errors import Limit, NotNegative, Positive, UserError, checked_dataclass, nearest_name
+from gptlab.config.errors import UserError, nearest_name
+from gptlab.config.fields import Limit, NotNegative, Positive, checked_dataclass
 from gptlab.config.run import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, named_source, size_text, state
 from gptlab.data.prepare import PreparedData, prepare

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
-from gptlab.config.errors import NotNegative, Positive, UserError, cannot, checked_dataclass
+from gptlab.config.errors import UserError, cannot
+from gptlab.config.fields import NotNegative, Positive, checked_dataclass
 from gptlab.runtime.files.plain_file import listed_sources, open_plain, read_plain, to_json, write_text_atomic
 from gptlab.runtime.records.run_directory import require_outside_runs
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 from gptlab.app.run.run_request import RunArguments, RunRequest
 from gptlab.cli.arguments.help import HELP_FLAGS
 from gptlab.cli.arguments.parser import Positional, parse, read_request, run_subcommand
-from gptlab.config.errors import Positive, UserError, checked_dataclass, require_positive
+from gptlab.config.errors import UserError
+from gptlab.config.fields import Positive, checked_dataclass, require_positive
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.processes.ending_signals import ended_by_signals
 from gptlab.runtime.records.table import table

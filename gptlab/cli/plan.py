@@ -9,7 +9,8 @@ import psutil
 
 from gptlab.app.run.run_request import RunArguments, RunRequest
 from gptlab.cli.arguments.parser import read_request, whole_numbers
-from gptlab.config.errors import UserError, require_positive
+from gptlab.config.errors import UserError
+from gptlab.config.fields import require_positive
 from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.runtime.files.plain_file import to_json

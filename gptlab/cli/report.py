@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.config.errors import UserError, checked_dataclass, printable
+from gptlab.config.errors import UserError, printable
+from gptlab.config.fields import checked_dataclass
 from gptlab.lab.sides import find_runs
 from gptlab.report.markdown import bpb_curve, overlay_text, run_text
 from gptlab.report.overlay import Overlay

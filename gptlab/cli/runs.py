@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from gptlab.cli.arguments.help import default_text
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.config.errors import NotNegative, UserError, checked_dataclass, printable
+from gptlab.config.errors import UserError, printable
+from gptlab.config.fields import NotNegative, checked_dataclass
 from gptlab.lab.removals import Removal, removals, remove
 from gptlab.lab.run_list import ListedRun, list_runs, select_runs, sort_runs
 from gptlab.runtime.files.cache_contents import Item

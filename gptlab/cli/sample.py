@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 from gptlab.cli.arguments.load_arguments import LoadArguments
 from gptlab.cli.arguments.parser import parse
-from gptlab.config.errors import BelowOne, Limit, NotNegative, Positive, UserError, checked_dataclass, require
+from gptlab.config.errors import UserError
+from gptlab.config.fields import BelowOne, Limit, NotNegative, Positive, checked_dataclass, require
 from gptlab.config.run import SampleConfig
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.records.console import CONTROLS

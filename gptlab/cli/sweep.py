@@ -17,7 +17,8 @@ from gptlab.app.commands import program
 from gptlab.app.run.repeat import repeated_config
 from gptlab.app.run.run_request import DEFAULT_RECIPE, RunArguments, RunRequest, argument_types, request_from_values
 from gptlab.cli.arguments.parser import read_request
-from gptlab.config.errors import EXIT_PREEMPTED, EXIT_TRAINING_FAILED, EXIT_USAGE, UserError, require_positive
+from gptlab.config.errors import EXIT_PREEMPTED, EXIT_TRAINING_FAILED, EXIT_USAGE, UserError
+from gptlab.config.fields import require_positive
 from gptlab.config.length import lengths_of, replaced_lengths
 from gptlab.config.load import unknown_field, value_from_text
 from gptlab.config.recipes import OWN_TYPES

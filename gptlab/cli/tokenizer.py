@@ -13,7 +13,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from gptlab.cli.arguments.parser import Positional, parse, run_subcommand
-from gptlab.config.errors import Positive, UserError, cannot, checked_dataclass
+from gptlab.config.errors import UserError, cannot
+from gptlab.config.fields import Positive, checked_dataclass
 from gptlab.config.run import DataConfig, TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.documents import Corpus, open_corpus
 from gptlab.data.tokenizer.base import FILE

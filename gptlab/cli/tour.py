@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gptlab.cli.arguments.parser import Positional, parse
-from gptlab.config.errors import UserError, checked_dataclass
+from gptlab.config.errors import UserError
+from gptlab.config.fields import checked_dataclass
 from gptlab.lab.run_list import list_runs
 from gptlab.report.run_facts import read_facts
 from gptlab.report.text_curves import stdout_lacks_dots

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from gptlab.config.errors import ConfigError, Positive, UserError, checked_dataclass, require
+from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.fields import Positive, checked_dataclass, require
 
 HorizonUnit = Literal["steps", "tokens", "flops", "tokens_per_param", "seconds"]
 

@@ -12,7 +12,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_choice
+from gptlab.config.errors import ConfigError, UserError, nearest_name
+from gptlab.config.fields import bare, require_choice
 from gptlab.config.run import RunConfig
 
 T = TypeVar("T")

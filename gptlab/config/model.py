@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from gptlab.config.errors import BelowOne, ConfigError, Limit, Positive, checked_dataclass, require
+from gptlab.config.errors import ConfigError
+from gptlab.config.fields import BelowOne, Limit, Positive, checked_dataclass, require
 
 Norm = Literal["rmsnorm", "layernorm"]
 Position = Literal["rope", "learned"]

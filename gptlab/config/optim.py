@@ -6,7 +6,7 @@ from dataclasses import field
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from gptlab.config.errors import BelowOne, Limit, NotNegative, Positive, Share, checked_dataclass, require
+from gptlab.config.fields import BelowOne, Limit, NotNegative, Positive, Share, checked_dataclass, require
 
 MatrixOptimizer = Literal["muon", "adamw"]
 Orthogonalizer = Literal["polar_express", "newton_schulz", "svd"]

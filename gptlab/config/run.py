@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Literal
 
-from gptlab.config.errors import ConfigError, Limit, NotNegative, Positive, checked_dataclass, require, require_device
+from gptlab.config.errors import ConfigError
+from gptlab.config.fields import Limit, NotNegative, Positive, checked_dataclass, require, require_device
 from gptlab.config.length import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig, ScheduleConfig

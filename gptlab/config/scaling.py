@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from gptlab.config.errors import require_positive
+from gptlab.config.fields import require_positive
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig
 
 # autoresearch's and nanochat's AdamW rates were tuned at this width.

@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from gptlab.config.errors import BelowOne, Limit, NotNegative, Positive, checked_dataclass, require, require_positive
+from gptlab.config.fields import BelowOne, Limit, NotNegative, Positive, checked_dataclass, require, require_positive
 from gptlab.config.load import checked_value, leaf_fields
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.eval.bits_per_byte import evaluation_mode

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gptlab.config.errors import UserError, one_line, require_choice
+from gptlab.config.errors import UserError, one_line
+from gptlab.config.fields import require_choice
 from gptlab.config.length import HORIZONS, Horizon, HorizonUnit
 from gptlab.config.load import config_to_json, flatten, leaf_fields, unknown_field, value_from_text
 from gptlab.config.recipes import configure, recorded_arguments

@@ -28,7 +28,7 @@ import pytest
 
 from gptlab.app.run import session
 from gptlab.cli.main import main
-from gptlab.config.errors import bare
+from gptlab.config.fields import bare
 from gptlab.config.load import leaf_fields
 from gptlab.config.run import RunConfig
 from gptlab.runtime.files.cache import damage

@@ -37,7 +37,7 @@ MUTATIONS = [
         ["test_config.py::test_the_impossible_is_refused_by_name"],
     ),
     Mutation(
-        "a limit does not say that none is a value", "config/errors.py",
+        "a limit does not say that none is a value", "config/fields.py",
         '"; none is a value too" if optional else ""', '""',
         ["test_config.py::test_the_impossible_is_refused_by_name"],
     ),

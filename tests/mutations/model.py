@@ -460,7 +460,7 @@ MUTATIONS = [
         ["test_kernel_inputs.py::test_a_second_derivative_of_the_loss_is_an_error"],
     ),
     Mutation(
-        "a whole number stays one in a field of floats", "config/errors.py",
+        "a whole number stays one in a field of floats", "config/fields.py",
         "if leaf is float and type(value) is int:", "if False:",
         ["test_config.py::test_a_whole_number_in_a_field_of_floats_becomes_one"],
     ),

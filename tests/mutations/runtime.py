@@ -88,7 +88,7 @@ MUTATIONS = [
         ["`--device-type` cuda, cpu, mps"],
     ),
     Mutation(
-        "half a name of a device means the first GPU", "config/errors.py",
+        "half a name of a device means the first GPU", "config/fields.py",
         "if colon and (kind", "if number and (kind",
         ["test_device.py::test_half_a_name_means_no_gpu"],
     ),

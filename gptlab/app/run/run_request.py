@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_positive
+from gptlab.config.errors import ConfigError, UserError, nearest_name
+from gptlab.config.fields import bare, require_positive
 from gptlab.config.foreign_names import answer, config_file_answer
 from gptlab.config.length import LENGTH_FIELDS, Horizon, replaced_lengths, with_length_fields
 from gptlab.config.load import apply_overrides, checked_value, differences, flatten, leaf_fields, rebuild, unknown_field

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from gptlab.config.errors import bare
+from gptlab.config.fields import bare
 from gptlab.config.load import leaf_fields
 
 WIDTH = 80

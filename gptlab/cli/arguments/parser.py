@@ -13,7 +13,8 @@ from itertools import dropwhile, takewhile
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from gptlab.cli.arguments.help import HELP_FLAGS, command_help, fitted
-from gptlab.config.errors import ConfigError, UserError, bare, nearest_name, require_positive
+from gptlab.config.errors import ConfigError, UserError, nearest_name
+from gptlab.config.fields import bare, require_positive
 from gptlab.config.foreign_names import answer
 from gptlab.config.load import leaf_fields, unknown_field, value_from_text, wanted
 from gptlab.runtime.files.plain_file import listed_sources

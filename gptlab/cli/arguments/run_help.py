@@ -15,7 +15,8 @@ from gptlab.app.run.run_request import (
     argument_types,
 )
 from gptlab.cli.arguments.help import HELP_FLAGS, default_text, entry, field_docs, option, wrapped
-from gptlab.config.errors import UserError, bare, nearest_name
+from gptlab.config.errors import UserError, nearest_name
+from gptlab.config.fields import bare
 from gptlab.config.foreign_names import answer
 from gptlab.config.load import flatten
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, get_type_hints
 
-from gptlab.config.errors import ConfigError, UserError, each_field_alone
+from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.fields import each_field_alone
 from gptlab.config.length import Horizon
 from gptlab.config.load import apply_overrides, checked_value
 from gptlab.config.recipes.autoresearch import autoresearch, autoresearch_tiny

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 
-from gptlab.config.errors import BelowOne, Positive, checked_dataclass
+from gptlab.config.fields import BelowOne, Positive, checked_dataclass
 from gptlab.config.length import Horizon
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import OptimConfig, Rate

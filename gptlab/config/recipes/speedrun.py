@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from gptlab.config.errors import require_positive
+from gptlab.config.fields import require_positive
 from gptlab.config.length import Horizon, minutes, share_of_run, steps
 from gptlab.config.model import ModelConfig
 from gptlab.config.optim import AdamWConfig, MuonConfig, OptimConfig, ScheduleConfig

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptlab.config.errors import ConfigError, UserError, bare, limits_of, one_line, require
+from gptlab.config.errors import ConfigError, UserError, one_line
+from gptlab.config.fields import bare, limits_of, require
 from gptlab.config.load import apply_overrides, checked_value, config_from_json, leaf_fields, unknown_field
 from gptlab.config.run import RunConfig
 from gptlab.lab.experiments.folder import Lab

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from gptlab.config.errors import ConfigError, require_device
+from gptlab.config.errors import ConfigError
+from gptlab.config.fields import require_device
 from gptlab.runtime.hardware.cpu import cpu_model
 from gptlab.runtime.hardware.installed import c_compiler, cxx_compiler, has_nvidia_gpu
 from gptlab.runtime.hardware.unused_gpu import cuda_problem

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gptlab.config.errors import ConfigError, require_choice
+from gptlab.config.errors import ConfigError
+from gptlab.config.fields import require_choice
 from gptlab.config.run import AutoProducts, RunConfig
 from gptlab.runtime.hardware.cpu import one_thread, set_threads
 from gptlab.runtime.hardware.device import keep_freed_memory, resolve_device, set_gpu_allocator

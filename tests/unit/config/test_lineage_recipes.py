@@ -24,7 +24,8 @@ from gptlab.app.run.run_request import TrainArguments
 from gptlab.bench.plan import RunPlan, make_plan
 from gptlab.cli.arguments.parser import read_request
 from gptlab.cli.arguments.run_help import recipe_list
-from gptlab.config.errors import ConfigError, UserError, bare
+from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.fields import bare
 from gptlab.config.length import Horizon, share_of_run
 from gptlab.config.load import flatten, leaf_fields
 from gptlab.config.model import ModelConfig
