@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from gptlab.config.fields import flag_of
 from gptlab.config.length import HORIZONS
 from gptlab.config.run import RunConfig
 
@@ -27,7 +28,7 @@ def resume_command(run: Path, own: Iterable[str] = (), **length: str) -> str:
     """Resumes a run, with another `length` if given: a call in Python where it has parts of its caller's `own`."""
     if parts := [f"{name}=..." for name in own]:
         return f"gptlab.train({', '.join([f'resume={str(run)!r}', *(f'{n}={x}' for n, x in length.items()), *parts])})"
-    flags = "".join(f" --{name.replace('_', '-')} {value}" for name, value in length.items())
+    flags = "".join(f" {flag_of(name)} {value}" for name, value in length.items())
     return f"{program()} train --resume {shlex.quote(str(run))}{flags}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from gptlab.app.run.run_request import DEFAULT_RECIPE, RunRequest
 from gptlab.app.sizing import sized
 from gptlab.config.errors import UserError
+from gptlab.config.fields import flag_of
 from gptlab.config.run import LogConfig
 from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.folder import Lab, Settings, create
@@ -48,7 +49,7 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
         return lab
     for field, instead in _FIXED.items():
         if field in request.overrides:
-            raise UserError(f"--{field.removeprefix('horizon.').replace('_', '-')} cannot be given: {instead}")
+            raise UserError(f"{flag_of(field.removeprefix('horizon.'))} cannot be given: {instead}")
 
     config, measured = sized(request, World(), console, console.warn)
     # A lab has its own report, and a night of runs should not start as many processes.

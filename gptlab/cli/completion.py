@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from gptlab.cli.arguments.help import negated_flag
 from gptlab.cli.arguments.parser import DESCRIBE, DescribedError, Positional, parse
 from gptlab.config.errors import UserError
-from gptlab.config.fields import bare, checked_dataclass
+from gptlab.config.fields import bare, checked_dataclass, flag_of
 
 Shell = Literal["bash", "zsh", "fish"]
 
@@ -63,7 +64,7 @@ def _words_of(path: list[str], main: Any) -> dict[str, list[str]]:
     words = {key: [*further, *_choices_of_positionals(found), *_flags(found), "--help"]}
     for command in further:
         words |= _words_of([*path, command], main)
-    values = {f"{key} --{name.replace('_', '-')}": _values(kind) for name, kind in found.fields.items()}
+    values = {f"{key} {flag_of(name)}": _values(kind) for name, kind in found.fields.items()}
     return words | {place: choices for place, choices in values.items() if choices}
 
 
@@ -71,9 +72,7 @@ def _flags(found: DescribedError) -> list[str]:
     flags = []
     for name, kind in found.fields.items():
         if name not in found.positionals:
-            flag = name.replace("_", "-")
-            stem, dot, last = flag.rpartition(".")
-            flags += [f"--{flag}", *([f"--{stem}{dot}no-{last}"] if bare(kind)[0] is bool else [])]
+            flags += [flag_of(name), *([negated_flag(name)] if bare(kind)[0] is bool else [])]
     return flags
 
 

@@ -17,7 +17,7 @@ from gptlab.app.run.run_request import RunArguments, RunRequest
 from gptlab.cli.arguments.help import HELP_FLAGS
 from gptlab.cli.arguments.parser import Positional, parse, read_request, run_subcommand
 from gptlab.config.errors import UserError
-from gptlab.config.fields import Positive, checked_dataclass, require_positive
+from gptlab.config.fields import Positive, checked_dataclass, flag_of, require_positive
 from gptlab.runtime.files.plain_file import to_json
 from gptlab.runtime.processes.ending_signals import ended_by_signals
 from gptlab.runtime.records.table import table
@@ -227,7 +227,7 @@ def _submit(lab: Lab, given: RunNightArguments) -> int:
     command = [sys.executable, "-m", "gptlab", "lab", "run", str(lab.path)]
     for name in ("agent", "search", "experiments", "until", "agent_minutes"):
         if (value := getattr(given, name)) is not None:
-            command += [f"--{name.replace('_', '-')}", str(value)]
+            command += [flag_of(name), str(value)]
     logs = lab.path / "work" / "jobs"
     jobs = slurm.submit_workers(command, given.workers, logs=logs, options=slurm.read_options(given.slurm))
     print("\n".join(f"job {job.job_id}" for job in jobs))

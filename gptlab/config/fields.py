@@ -15,6 +15,11 @@ from gptlab.config.errors import ConfigError, nearest_name
 T = TypeVar("T")
 
 
+def flag_of(name: str) -> str:
+    """`--model.seq-len` for the field model.seq_len."""
+    return f"--{name.replace('_', '-')}"
+
+
 def require(condition: bool, field: str, value: object, reason: str, nearest: object = None) -> None:
     if not condition:
         raise ConfigError(field, value, reason, nearest)
@@ -98,7 +103,7 @@ def _check_fields(owner: object, prefix: str) -> None:
             continue
         if leaf is float and type(value) is int:
             object.__setattr__(owner, name, float(value))  # it is frozen
-        shown = prefix + (name.replace("_", "-") if prefix == "--" else name)
+        shown = flag_of(name) if prefix == "--" else prefix + name
         if choices:
             require_choice(shown, value, choices)
         for limit in limits:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from gptlab.config.errors import ConfigError, UserError
-from gptlab.config.fields import Positive, checked_dataclass, require
+from gptlab.config.fields import Positive, checked_dataclass, flag_of, require
 
 HorizonUnit = Literal["steps", "tokens", "flops", "tokens_per_param", "seconds"]
 
@@ -85,7 +85,7 @@ def with_length_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """The values with a length's fields in place of its short form; None leaves one out. UserError for two lengths."""
     named = lengths_of(given)
     if len(named) > 1 and not LENGTH_FIELDS.issuperset(named):
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in named[:2])
+        flags = " and ".join(map(flag_of, named[:2]))
         raise UserError(f"{flags} both say how long to train: give one of them")
     values = {name: value for name, value in given.items() if name not in HORIZONS}
     if named and named[0] in HORIZONS:

@@ -25,6 +25,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from gptlab.config.errors import EXIT_PREEMPTED, EXIT_TRAINING_FAILED, EXIT_USAGE, UserError, cannot, one_line
+from gptlab.config.fields import flag_of
 from gptlab.lab.launch import Stop, launch
 from gptlab.lab.run_record import RunRecord, read_run
 from gptlab.runtime.files.plain_file import open_plain, read_json_object, sweep_temporaries, write_json_atomic
@@ -151,11 +152,10 @@ def words_of(values: Values) -> list[str]:
     """The command line of these arguments. A value follows its flag after `=`, so that it may begin with a dash."""
     words = [values["recipe"]] if "recipe" in values else []
     for name, value in values.items():
-        flag = f"--{name.replace('_', '-')}"
         if isinstance(value, list | tuple):
-            words += [f"{flag}={_text(item)}" for item in value] or [flag]
+            words += [f"{flag_of(name)}={_text(item)}" for item in value] or [flag_of(name)]
         elif name != "recipe":
-            words.append(f"{flag}={_text(value)}")
+            words.append(f"{flag_of(name)}={_text(value)}")
     return words
 
 

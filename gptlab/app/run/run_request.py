@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gptlab.config.errors import ConfigError, UserError, nearest_name
-from gptlab.config.fields import bare, require_positive
+from gptlab.config.fields import bare, flag_of, require_positive
 from gptlab.config.foreign_names import answer, config_file_answer
 from gptlab.config.length import LENGTH_FIELDS, Horizon, replaced_lengths, with_length_fields
 from gptlab.config.load import apply_overrides, checked_value, differences, flatten, leaf_fields, rebuild, unknown_field
@@ -166,9 +166,11 @@ class RunRequest:
         own = own_arguments(recipe)
         for name in self.recipe_arguments:
             if name not in own:
-                flag, instead = f"--{name.replace('_', '-')}", answer(name)
+                instead = answer(name)
                 theirs = [other for other in RECIPES if name in own_arguments(other)]
-                raise UserError(f"{flag} is an argument of {' and '.join(theirs)}, not of {recipe}; here: {instead}")
+                raise UserError(
+                    f"{flag_of(name)} is an argument of {' and '.join(theirs)}, not of {recipe}; here: {instead}"
+                )
 
     def resumed(self, stored: RunConfig) -> RunConfig:
         """A stored run's configuration, with those of the requested fields that change nothing of what was trained. A
@@ -309,7 +311,7 @@ def _full_names(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, field_name in ALIASES.items():
         if name in given and (given[name] is not None or bare(fields[field_name])[1]):
             if field_name in given:
-                names = " and ".join(f"--{one.replace('_', '-')}" for one in (name, field_name))
+                names = " and ".join(map(flag_of, (name, field_name)))
                 raise UserError(f"{names} are one field: give one of them")
             values[field_name] = given[name]
     return values

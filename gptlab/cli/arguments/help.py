@@ -12,7 +12,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from gptlab.config.fields import bare
+from gptlab.config.fields import bare, flag_of
 from gptlab.config.load import leaf_fields
 
 WIDTH = 80
@@ -37,12 +37,14 @@ def command_help(cls: type, *, prog: str, description: str, positionals: Iterabl
 
 def option(name: str, annotation: Any) -> str:
     """`--model.seq-len N`, `--model.bias, --model.no-bias`, `--data.rows packed|sequential|random`."""
-    flag = f"--{name.replace('_', '-')}"
     leaf, _ = bare(annotation)
-    if leaf is bool:
-        stem, _, last = flag[2:].rpartition(".")
-        return f"{flag}, --{stem}{'.' * bool(stem)}no-{last}"
-    return f"{flag} {placeholder(annotation)}"
+    return f"{flag_of(name)}, {negated_flag(name)}" if leaf is bool else f"{flag_of(name)} {placeholder(annotation)}"
+
+
+def negated_flag(name: str) -> str:
+    """`--model.no-bias`, which means False for model.bias."""
+    stem, dot, last = name.rpartition(".")
+    return flag_of(f"{stem}{dot}no_{last}")
 
 
 def placeholder(annotation: Any) -> str:

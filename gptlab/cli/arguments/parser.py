@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 from gptlab.cli.arguments.help import HELP_FLAGS, command_help, fitted
 from gptlab.config.errors import ConfigError, UserError, nearest_name
-from gptlab.config.fields import bare, require_positive
+from gptlab.config.fields import bare, flag_of, require_positive
 from gptlab.config.foreign_names import answer
 from gptlab.config.load import leaf_fields, unknown_field, value_from_text, wanted
 from gptlab.runtime.files.plain_file import listed_sources
@@ -66,8 +66,7 @@ def parse(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> 
     values = read_words(argv, fields, positionals=positionals)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.default is dataclasses.MISSING and field.name not in values:
-            name = field.name.replace("_", "-")
-            needed = name.upper() if field.name in positionals else f"--{name}"
+            needed = flag_of(field.name) if field.name not in positionals else field.name.upper().replace("_", "-")
             raise UserError(f"{prog} needs {needed} (see {prog} --help)")
     return cls(**values)
 
@@ -95,12 +94,11 @@ def read_request(
 
 
 def _unknown_flag(name: str, value: object, names: Mapping[str, Any]) -> UserError:
-    flag = f"--{name.replace('_', '-')}"
     if (elsewhere := answer(name)) is not None:
-        return UserError(f"there is no {flag} here: {elsewhere}")
+        return UserError(f"there is no {flag_of(name)} here: {elsewhere}")
     error = unknown_field(name.lower(), value, also=names)
-    nearest = None if error.nearest is None else f"--{str(error.nearest).replace('_', '-')}"
-    return ConfigError(flag, value, error.reason, nearest)
+    nearest = None if error.nearest is None else flag_of(str(error.nearest))
+    return ConfigError(flag_of(name), value, error.reason, nearest)
 
 
 def whole_numbers(words: Sequence[str], name: str) -> list[int]:
@@ -203,8 +201,8 @@ def _is_tuple(annotation: Any) -> bool:
 
 def _unknown(name: str, known: Sequence[str]) -> UserError:
     nearest = nearest_name(name, known)
-    hint = f" (nearest: --{nearest.replace('_', '-')})" if nearest else " (see --help)"
-    return UserError(f"--{name.replace('_', '-')}: there is no such option{hint}")
+    hint = f" (nearest: {flag_of(nearest)})" if nearest else " (see --help)"
+    return UserError(f"{flag_of(name)}: there is no such option{hint}")
 
 
 def _is_positional(annotation: Any) -> bool:

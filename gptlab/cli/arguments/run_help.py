@@ -16,7 +16,7 @@ from gptlab.app.run.run_request import (
 )
 from gptlab.cli.arguments.help import HELP_FLAGS, default_text, entry, field_docs, option, wrapped
 from gptlab.config.errors import UserError, nearest_name
-from gptlab.config.fields import bare
+from gptlab.config.fields import bare, flag_of
 from gptlab.config.foreign_names import answer
 from gptlab.config.load import flatten
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments
@@ -191,7 +191,7 @@ def _defaults(recipe: str) -> dict[str, str]:
 
 def _unknown_topic(topic: str, wanted: str, known: Sequence[str]) -> UserError:
     if (elsewhere := answer(wanted)) is not None:
-        return UserError(f"there is no --{wanted.replace('_', '-')} here: {elsewhere}")
+        return UserError(f"there is no {flag_of(wanted)} here: {elsewhere}")
     nearest = nearest_name(wanted, known)
     hint = f"did you mean {nearest.replace('_', '-')}?" if nearest else "--help-all has every argument"
     return UserError(f"--help {topic}: there is no such section or name; {hint}")
