@@ -20,7 +20,8 @@ from gptlab.config.fields import Limit, NotNegative, Positive, checked_dataclass
 from gptlab.config.run import DataConfig, LongDocuments, Rows, Split, TokenizerConfig, TokenizerKind
 from gptlab.data.corpus.known_corpora import CORE, CORE_BUNDLE, CORPORA, named_source, size_text, state
 from gptlab.data.prepare import PreparedData, prepare
-from gptlab.data.rows import RowSource, make_rows, token_fate
+from gptlab.data.rows import RowSource, make_rows
+from gptlab.data.token_fate import token_fate
 from gptlab.data.tokenizer.tokenizer import Tokenizer
 from gptlab.data.tokens.shards import TokenSplit
 from gptlab.eval.core_bundle import prepare_core

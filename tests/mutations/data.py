@@ -251,13 +251,13 @@ MUTATIONS = [
          "test_rows.py::test_validation_is_fixed_by_content_and_covers_every_token_once"],
     ),
     Mutation(
-        "a document of cropped rows counts as often as it comes", "data/rows.py",
+        "a document of cropped rows counts as often as it comes", "data/token_fate.py",
         "np.maximum.at(longest,", "np.add.at(longest,",
         ["test_rows.py::test_what_is_cropped_is_all_that_no_row_has",
          "test_rows.py::test_the_fate_of_every_packed_token_adds_up"],
     ),
     Mutation(
-        "each BOS of cropped rows counts as a target", "data/rows.py",
+        "each BOS of cropped rows counts as a target", "data/token_fate.py",
         "np.unique(np.delete(documents, packing.row_segments[:-1]))", "np.unique(documents)",
         ["test_rows.py::test_what_is_cropped_is_all_that_no_row_has"],
     ),

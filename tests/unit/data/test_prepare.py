@@ -19,7 +19,8 @@ from gptlab.config.run import DataConfig, TokenizerConfig
 from gptlab.data import prepare as module
 from gptlab.data.corpus.documents import split_documents
 from gptlab.data.prepare import PreparedData, prepare
-from gptlab.data.rows import make_rows, token_fate, validation_rows
+from gptlab.data.rows import make_rows, validation_rows
+from gptlab.data.token_fate import token_fate
 from gptlab.data.tokens.shards import TokenSplit
 from gptlab.runtime.records.console import Console
 

@@ -19,7 +19,8 @@ from gptlab.config.errors import ConfigError, UserError
 from gptlab.config.run import DataConfig
 from gptlab.data import cropping
 from gptlab.data.packing import IGNORED, SMALLEST_CUT
-from gptlab.data.rows import RowSource, make_rows, token_fate, validation_rows
+from gptlab.data.rows import RowSource, make_rows, validation_rows
+from gptlab.data.token_fate import token_fate
 from gptlab.data.tokens.shards import TokenSplit
 
 BOS = 0

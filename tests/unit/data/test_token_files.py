@@ -22,7 +22,8 @@ from gptlab.data.corpus import known_corpora
 from gptlab.data.corpus.known_corpora import HubFiles, HubRecord, KnownCorpus, RemoteFile, Verified, write_record
 from gptlab.data.packing import IGNORED
 from gptlab.data.prepare import PreparedData, prepare
-from gptlab.data.rows import make_rows, token_fate, validation_rows
+from gptlab.data.rows import make_rows, validation_rows
+from gptlab.data.token_fate import token_fate
 from gptlab.data.tokenizer.tokenizer import ByteTokenizer
 from gptlab.data.tokens import foreign_files
 from gptlab.data.tokens.shards import TokenSplit

@@ -12,7 +12,7 @@ from written_runs import write_run
 
 from gptlab.config.run import DataConfig
 from gptlab.data.rows import make_rows
-from gptlab.data.rows import token_fate as fate_of_rows
+from gptlab.data.token_fate import token_fate as fate_of_rows
 from gptlab.data.tokens.shards import SplitWriter, TokenSplit
 from gptlab.report.run_facts import read_facts
 from gptlab.report.token_fate import token_fate
