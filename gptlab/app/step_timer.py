@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     sys.stdout = sys.stderr
     faulthandler.dump_traceback_later(float(argv[1]))
     from gptlab.app.run.run_request import request_from_values
-    from gptlab.config.errors import UserError
+    from gptlab.config.errors import EXIT_USAGE, UserError
     from gptlab.runtime.files.plain_file import to_json
     from gptlab.runtime.hardware.cpu import limit_spinning
     from gptlab.training.step import quiet_garbage
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
                 faulthandler.cancel_dump_traceback_later()
     except UserError as error:
         print(f"gptlab: error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USAGE
     return 0
 
 

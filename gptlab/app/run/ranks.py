@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import EXIT_INTERRUPTED, EXIT_USAGE, UserError
 from gptlab.config.load import config_to_json
 from gptlab.config.run import ParallelConfig, RunConfig
 from gptlab.runtime.processes.distributed import Group, World, apart
@@ -68,10 +68,10 @@ def report_peer_failure(failed: PeerFailed) -> int:
     return failed.failure.exit_code
 
 
-def exit_code(error: BaseException, *, interrupted: int = 130) -> int:
+def exit_code(error: BaseException, *, interrupted: int = EXIT_INTERRUPTED) -> int:
     """The exit code that an error stands for; the other processes end with the same one."""
     if isinstance(error, UserError):
-        return 2
+        return EXIT_USAGE
     return interrupted if isinstance(error, KeyboardInterrupt) else 1
 
 
