@@ -5,12 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 
-def is_hooked(part: nn.Module) -> bool:
-    """Whether something else runs with it, or in its place."""
+def has_hooks(part: nn.Module) -> bool:
+    """Whether hooks run with it."""
     return bool(
         part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-        or "forward" in part.__dict__ or part._compiled_call_impl
     )  # fmt: skip
+
+
+def is_hooked(part: nn.Module) -> bool:
+    """Whether something else runs with it, or in its place."""
+    return has_hooks(part) or "forward" in part.__dict__ or bool(part._compiled_call_impl)
 
 
 def all_are_hooked() -> bool:

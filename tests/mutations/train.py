@@ -561,7 +561,7 @@ MUTATIONS = [
     ),
     Mutation(
         "blocks with activation checkpointing are not compiled", "training/parallel/strategy.py",
-        'block.forward if "forward" in vars(block) and not _has_hooks(block) else block', "block",
+        'block.forward if "forward" in vars(block) and not has_hooks(block) else block', "block",
         ["test_activation_checkpointing.py::test_blocks_that_are_compiled_one_by_one_are_compiled"],
     ),
     Mutation(
@@ -571,7 +571,7 @@ MUTATIONS = [
     ),
     Mutation(
         "hooks of compiled blocks that are computed again are not called", "training/parallel/strategy.py",
-        'if "forward" in vars(block) and not _has_hooks(block) else', 'if "forward" in vars(block) else',
+        'if "forward" in vars(block) and not has_hooks(block) else', 'if "forward" in vars(block) else',
         ["test_activation_checkpointing.py::test_hooks_of_blocks_are_called_whether_these_are_compiled_or_not"],
     ),
     Mutation(

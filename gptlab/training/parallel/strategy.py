@@ -17,12 +17,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from gptlab.config.optim import Role
 from gptlab.config.run import RunConfig
 from gptlab.model.counting import fused_rows, parameter_roles
 from gptlab.model.gpt import GPT
+from gptlab.model.hooks import has_hooks
 from gptlab.optim.combined import CombinedOptimizer, build_optimizer
 from gptlab.optim.gradient_norm import joint_norm
 from gptlab.optim.muon import Compile
@@ -162,7 +163,7 @@ class Strategy:
         # Called as a module, a block whose `forward` is torch's `checkpoint` is not compiled: Dynamo skips it. Only so
         # are hooks of a caller's called.
         return [
-            compiled_pass(block.forward if "forward" in vars(block) and not _has_hooks(block) else block, compiled)
+            compiled_pass(block.forward if "forward" in vars(block) and not has_hooks(block) else block, compiled)
             for block in self.model.blocks
         ]
 
@@ -172,11 +173,6 @@ def compiled_pass(forward: Callable[..., Tensor], compiled: Compile) -> Callable
     if COMPILES_CHECKPOINTS or not isinstance(forward, partial):
         return compiled(forward)
     return partial(forward.func, compiled(*forward.args), **forward.keywords)
-
-
-def _has_hooks(module: Module) -> bool:
-    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(kinds)
 
 
 def named_roles(model: GPT) -> list[tuple[str, Parameter, Role]]:
