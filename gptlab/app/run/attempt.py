@@ -21,6 +21,7 @@ from gptlab.runtime.processes.distributed import Group, Job
 from gptlab.runtime.processes.liveness import Failure, PeerFailed
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.run_directory import RunDirectory, default_run_path
+from gptlab.training.checkpoint.names import list_checkpoints
 from gptlab.training.signals import Signals, StoppedEarly, behind_signal
 
 # A network file system may show a machine for so long what a folder held before (NFS: acdirmax).
@@ -187,7 +188,7 @@ class Attempt:
         the status recorded, and the exit code the same for all processes."""
         assert self.run is not None
         self.group.leave(StoppedEarly(signal_name), EXIT_PREEMPTED)
-        text = f"{signal_name} again: stopped at once; {last_checkpoint(self.run)}; {to_go_on(self.run)}"
+        text = f"{signal_name} again: stopped at once; {last_checkpoint(self.run)}; {how_to_continue(self.run)}"
         self._exit_preempted(signal_name, text)
 
     def _exit_preempted(self, signal_name: str, text: str) -> None:
@@ -230,33 +231,29 @@ def _seen(paths: Sequence[str], record: object) -> RunDirectory | None:
 
 
 def stopped_early(signal_name: str, run: RunDirectory | None, resumes: str | None) -> str:
+    """The message for a signal that ended this process before the first step."""
     if run is None and resumes is not None:
         return f"{signal_name}: stopped while preparing; {resumes} is unchanged: the same command continues it"
     if run is None:
         return f"{signal_name}: stopped while preparing, before there was a run: the same command begins again"
-    return f"{signal_name}: stopped before the first step; {to_go_on(run)}"
+    return f"{signal_name}: stopped before the first step; {how_to_continue(run)}"
 
 
 def stopped_by_peer(failure: Failure, run: RunDirectory | None, resumes: str | None) -> str:
     """For a signal that ended another rank before the first step, or in the middle of a step (a second Ctrl-C)."""
-    from gptlab.training.checkpoint.names import list_checkpoints
-
     signal_name = f"{failure.text.rpartition(' ')[2]} (rank {failure.rank})"
     if run is None or not list_checkpoints(run.checkpoints_path):
         return stopped_early(signal_name, run, resumes)
-    return f"{signal_name}: stopped at once; {last_checkpoint(run)}; {to_go_on(run)}"
+    return f"{signal_name}: stopped at once; {last_checkpoint(run)}; {how_to_continue(run)}"
 
 
-def to_go_on(run: RunDirectory) -> str:
-    """Where nothing has been saved yet, resuming a run begins it again."""
-    from gptlab.training.checkpoint.names import list_checkpoints
-
+def how_to_continue(run: RunDirectory) -> str:
+    """The command that continues a run; where nothing has been saved yet, it starts the run again."""
     what = "resume" if list_checkpoints(run.checkpoints_path) else "start it again"
     return f"{what} with {resume_command(run.path, own_parts_of(run.recorded()))}"
 
 
 def last_checkpoint(run: RunDirectory) -> str:
-    from gptlab.training.checkpoint.names import list_checkpoints
-
+    """Which checkpoint is the last one, for a message."""
     saved = list_checkpoints(run.checkpoints_path)
     return f"the last checkpoint is {saved[-1]}" if saved else "no checkpoint had been saved yet"
