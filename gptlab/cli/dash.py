@@ -11,6 +11,8 @@ from gptlab.cli.arguments.parser import Positional, parse
 from gptlab.config.errors import UserError
 from gptlab.config.fields import checked_dataclass, require
 
+DEFAULT_PORT = 8327
+
 DESCRIPTION = """\
 Show the runs in and below a folder as a live page: list, curves, labs, and a prompt box for every run that has a \
 checkpoint. The page is served on this machine only, and reads run folders; it changes nothing."""
@@ -20,13 +22,13 @@ checkpoint. The page is served on this machine only, and reads run folders; it c
 class DashArguments:
     folder: Positional[str] = "runs"
     """Folder that holds runs, at any depth. Labs are looked for in labs/ beside it."""
-    port: int = 8327
+    port: int = DEFAULT_PORT
     """Port on 127.0.0.1. 0: any free one."""
     open: bool = False
     """Open the page in the browser."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.port < 65_536, "--port", self.port, "must be between 0 and 65535", 8327)
+        require(0 <= self.port < 65_536, "--port", self.port, "must be between 0 and 65535", DEFAULT_PORT)
 
 
 def main(argv: Sequence[str]) -> int:

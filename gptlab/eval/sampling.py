@@ -144,10 +144,9 @@ def sample_texts(
     *,
     seed: int,
     group: Group,
-    timed: bool = False,
 ) -> Sequence[Iterable[str]]:
-    """The pieces of each prompt's continuation: all set up at once, drawn as they are read or, by several processes,
-    `shared`. `timed`: see `Group.gather`."""
+    """The pieces of each prompt's continuation, while training waits: all set up at once, drawn as they are read or, by
+    several processes, `shared`."""
     streams = [
         sample_text(
             model, tokenizer, prompt, max_tokens=settings.max_tokens, temperature=settings.temperature,
@@ -155,11 +154,12 @@ def sample_texts(
         )
         for prompt in prompts
     ]  # fmt: skip
-    return shared(streams, group, timed=timed)
+    return shared(streams, group, timed=True)
 
 
 def shared(streams: Sequence[Iterable[str]], group: Group, *, timed: bool = False) -> Sequence[Iterable[str]]:
-    """The same texts in every process of the group: rank r draws texts r, r+W, ... Alone, they are drawn when read."""
+    """The same texts in every process of the group: rank r draws texts r, r+W, ... Alone, they are drawn when read.
+    `timed`: see `Group.gather`."""
     if group.size == 1:
         return streams
     texts = [""] * len(streams)

@@ -135,9 +135,9 @@ def as_recorded(run: RunDirectory, runtime: RuntimeConfig, device: torch.device)
 def core_of_run(
     run: LoadedRun,
     *,
-    core_dir: str | None = None,
-    examples: int | None = None,
-    micro_sequences: int | None = None,
+    core_dir: str | None,
+    examples: int | None,
+    micro_sequences: int | None,
     console: Console,
     group: Group,
 ) -> CoreResult:

@@ -91,7 +91,7 @@ class Session:
         with self.state.strategy.whole_weights():
             texts = sample_texts(
                 self.state.model, self.data.tokenizer, prompts, config.sample,
-                seed=config.seed, group=self.group, timed=True,
+                seed=config.seed, group=self.group,
             )  # fmt: skip
         return [prompt + "".join(pieces) for prompt, pieces in zip(prompts, texts, strict=True)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import tempfile
@@ -103,10 +102,10 @@ def judge_run(
     limits: Limits,
     baseline: Baseline,
     cache: Path,
-    hidden: Iterable[Path] = (),
+    hidden: Iterable[Path],
     audit: Audit | None = None,
     command: Sequence[str] = ANSWERS,
-    log: Path | None = None,
+    log: Path,
 ) -> Judged:
     """Judge the last checkpoint of the finished run in `run`, which the code in `tree`/gptlab has trained.
 
@@ -127,7 +126,7 @@ def judge_run(
 
         @contextmanager
         def answering() -> Iterator[Answering]:
-            with _copy_of(cache) as own, printed_to(log or Path(os.devnull), limits) as printed, start(
+            with _copy_of(cache) as own, printed_to(log, limits) as printed, start(
                 [*command, str(staged)], cwd=tree, environment=candidate_environment(tree, own) | _PYTHON,
                 limits=limits, hidden=[run, *texts_in_cache(), *hidden], readable=[tree, staged], writable=[own],
                 stderr=printed,

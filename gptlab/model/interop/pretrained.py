@@ -123,8 +123,9 @@ def require_fits(config: ModelConfig, weights: ModelConfig, name: str) -> None:
         raise ConfigError("model.seq_len", config.seq_len, reason, weights.seq_len)
 
 
-def hf_pretrained(folder: Path, *, name: str | None = None, tokenizer: str | None = None) -> Pretrained:
-    """A folder that transformers reads. The tokenizer is that of the folder `tokenizer`, its own, or GPT-2's.
+def hf_pretrained(folder: Path, *, name: str, tokenizer: str | None = None) -> Pretrained:
+    """A folder that transformers reads; messages call it `name`. The tokenizer is that of the folder `tokenizer`, its
+    own, or GPT-2's.
 
     UserError if it cannot be used, or if model and tokenizer do not fit.
     """
@@ -135,7 +136,7 @@ def hf_pretrained(folder: Path, *, name: str | None = None, tokenizer: str | Non
     whose = f"{folder}, which has no tokenizer beside it," if tokenizer is None else str(folder)
     remedy = "`gptlab import hf` takes the folder of another one as --tokenizer"
     model = with_vocabulary(model, found, of=whose, remedy=remedy)
-    return Pretrained(name or str(folder), folder, False, model, tokenizer_settings(found, tokenizer))
+    return Pretrained(name, folder, False, model, tokenizer_settings(found, tokenizer))
 
 
 def with_vocabulary(model: ModelConfig, tokenizer: Tokenizer, *, of: str, remedy: str) -> ModelConfig:

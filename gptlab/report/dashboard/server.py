@@ -30,7 +30,6 @@ from gptlab.report.dashboard.watched_run import WatchedRun, default_fields
 from gptlab.runtime.files.plain_file import parse_json, to_json
 
 ADDRESS = "127.0.0.1"
-DEFAULT_PORT = 8327
 KEEP_ALIVE_SECONDS = 10.0
 """Between two signs of life in a stream of events, which is how the server learns that a page was closed."""
 BATCH_SECONDS = 0.2
@@ -56,7 +55,7 @@ class Dashboard(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, port: int = DEFAULT_PORT) -> None:
+    def __init__(self, folder: Path, port: int) -> None:
         """Port 0: any free one. UserError where the port cannot be used."""
         self.token = secrets.token_urlsafe(32)
         self.index = RunIndex(folder)

@@ -111,7 +111,7 @@ class Liveness:
             time.sleep(0.02)
 
     def waiting_for(
-        self, keys: Mapping[str, int], timed_what: str = "", *, watched: Sequence[int]
+        self, keys: Mapping[str, int], timed_what: str, *, watched: Sequence[int]
     ) -> AbstractContextManager[None]:
         """Within the context the main thread waits for `keys` in the store, each to be written by a rank: as long as
         those `watched` live, or, with a `timed_what` for messages, as long as in a collective."""

@@ -119,9 +119,7 @@ def load_newest(
     raise UserError(f"no intact checkpoint in {folder}: {'; '.join(wrong)}")
 
 
-def load_to_train_on(
-    folder: Path, on_damage: OnDamage, group: Group | None = None, *, up_to: int | None = None
-) -> Checkpoint:
+def load_to_train_on(folder: Path, on_damage: OnDamage, group: Group, *, up_to: int | None) -> Checkpoint:
     """`load_newest`, with what training needs beside weights. UserError, on all ranks alike, for a checkpoint that a
     lab saved again without it."""
     checkpoint = load_newest(folder, on_damage, group, up_to=up_to)
