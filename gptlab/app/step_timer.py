@@ -89,7 +89,7 @@ def _step(session: Session) -> int:
     for step in next_steps(state, session.passes.loss_sum, session.config, session.finish, lambda after: True):
         if isinstance(step.result, Fault):
             raise UserError(f"the steps cannot be timed: {step.result}")
-        state.passed(step.loss, session.config.faults)
+        state.count_step(step.loss, session.config.faults)
     collect_garbage(state.step)
     return state.step
 

@@ -67,7 +67,7 @@ class FaultRecord:
     losses: list[float] = field(default_factory=list)
     """Of the last steps without a fault, oldest first, nats/token; kept only with faults.spike_factor."""
 
-    def passed(self, loss: float, config: FaultsConfig) -> None:
+    def add_loss(self, loss: float, config: FaultsConfig) -> None:
         """Record the loss of a step without a fault."""
         self.skipped_in_a_row = 0
         if config.spike_factor is not None:

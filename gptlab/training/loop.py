@@ -89,7 +89,7 @@ def fit(state: TrainState, work: Work, record: Recorder) -> Ended:
                 if isinstance(step.result, Fault):
                     recover(state, step, step.result, work, record)
                     continue
-                state.passed(step.loss, work.config.faults)
+                state.count_step(step.loss, work.config.faults)
                 record.step(state, step.batch, step.loss, step.result, seconds)
                 collect_garbage(state.step)
 
@@ -137,6 +137,7 @@ def _agreed(state: TrainState, work: Work, record: Recorder) -> Signals | Agreem
 
 
 def preempted(state: TrainState, stop: Signals | Agreement, record: Recorder) -> Ended:
+    """Report the end of a run that a signal stopped."""
     record.signals.wait_for_answer()
     record.preempted(state, stop.signal_name)
     return "preempted"
@@ -189,7 +190,7 @@ def evaluate(state: TrainState, work: Work, record: Recorder) -> None:
 
 
 def measure_core(state: TrainState, work: Work, record: Recorder) -> None:
-    """Off the clock."""
+    """Measure CORE and remember its value, off the clock."""
     started = time.perf_counter()
     with record.console.busy(f"step {state.step:05d} | measuring CORE"):
         result = work.core()
@@ -198,7 +199,7 @@ def measure_core(state: TrainState, work: Work, record: Recorder) -> None:
 
 
 def sample(state: TrainState, work: Work, record: Recorder) -> None:
-    """Off the clock."""
+    """Continue every prompt and record the texts, off the clock."""
     with record.console.busy(f"step {state.step:05d} | sampling"):
         texts = work.sample(work.prompts)
     for prompt, text in zip(work.prompts, texts, strict=True):
@@ -215,7 +216,7 @@ def checkpoint(state: TrainState, work: Work, record: Recorder, *, scheduled: bo
 
 @dataclass(frozen=True, slots=True)
 class Agenda:
-    """Everything is due at most once per step, and at the end of the run."""
+    """What is due before the next step. Each thing is due at most once per step, and again at the end of the run."""
 
     config: RunConfig
     finish: Finish
@@ -228,7 +229,7 @@ class Agenda:
         )
 
     def any_due(self, state: TrainState) -> bool:
-        """Or the end of the run."""
+        """Whether anything is due, or the run is at its end."""
         every = (self.evaluation_due, self.core_due, self.sample_due, self.checkpoint_due)
         return self.finish.reached(state) or any(due(state) for due in every)
 

@@ -70,7 +70,7 @@ class LossScale:
     good_steps: int = 0
     """Since the scale last changed."""
 
-    def passed(self, is_finite: bool) -> None:
+    def update(self, is_finite: bool) -> None:
         """Count a step. `is_finite`: whether its gradients were."""
         self.good_steps += 1
         if not is_finite:
@@ -183,11 +183,11 @@ class TrainState:
         """Whether the current weights were evaluated and are the best so far."""
         return self.best is not None and self.best.step == self.step
 
-    def passed(self, loss: float, config: FaultsConfig) -> None:
+    def count_step(self, loss: float, config: FaultsConfig) -> None:
         """Count a step whose loss is no fault: the weights that it began from are good, and so is their checkpoint."""
         if self.saved is not None and self.saved.step == self.step:
             self.faults.good_step = self.step
-        self.faults.passed(loss, config)
+        self.faults.add_loss(loss, config)
         self.step += 1
         self.loss_ema.update(loss)
 

@@ -140,7 +140,7 @@ def update(state: TrainState, config: RunConfig, rates: Rates) -> Update | Fault
     if is_finite:
         strategy.step(*rates)
     if loss_scale:
-        loss_scale.passed(is_finite)
+        loss_scale.update(is_finite)
     strategy.zero_grad()
     return Update(rates.lr_scale, norm)
 

@@ -98,7 +98,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the loss scale is never updated", "training/step.py",
-        "loss_scale.passed(is_finite)", "pass",
+        "loss_scale.update(is_finite)", "pass",
         ["test_float16.py::test_an_overflow_leaves_the_update_out_and_halves_the_scale"],
         ["The loss is scaled for float16"],
     ),
@@ -117,7 +117,7 @@ MUTATIONS = [
     Mutation(
         "a fault halves the loss scale", "training/step.py",
         '        return Fault("gradient", norm)',
-        '        return (loss_scale and loss_scale.passed(False)) or Fault("gradient", norm)',
+        '        return (loss_scale and loss_scale.update(False)) or Fault("gradient", norm)',
         ["test_float16.py::test_a_fault_leaves_the_scale_as_it_was"],
     ),
     Mutation(

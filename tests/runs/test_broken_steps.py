@@ -450,7 +450,7 @@ class TestDecisions:
         config, record = RunConfig(faults=FaultsConfig(**limits)), FaultRecord()
         for step in range(STEPS):
             if step not in broken:
-                record.passed(4.0, config.faults)
+                record.add_loss(4.0, config.faults)
             elif step == ends:
                 with pytest.raises(TrainingFailed, match=next(iter(limits))):
                     record.skip(Fault("loss", math.nan), math.nan, step, config)
@@ -462,7 +462,7 @@ class TestDecisions:
     def test_window_holds_the_last_losses(self) -> None:
         record = FaultRecord(skipped=2, skipped_in_a_row=2)
         for loss in (1.0, 2.0, 3.0, 4.0):
-            record.passed(loss, self.config().faults)
+            record.add_loss(loss, self.config().faults)
         assert record == FaultRecord(skipped=2, losses=[2.0, 3.0, 4.0])
         assert FaultRecord(**json.loads(json.dumps(asdict(record)))) == record
 
