@@ -17,7 +17,7 @@ from typing import Any
 from gptlab.config.errors import UserError
 from gptlab.config.load import flatten
 from gptlab.lab.run_record import NOT_COMPARED, RunRecord, fields_compared, read_run
-from gptlab.runtime.records.run_directory import is_run
+from gptlab.runtime.records.run_directory import is_run, list_in
 
 Sides = Mapping[str, Sequence[RunRecord]]
 """{name: its runs}. The first is the baseline."""
@@ -184,7 +184,7 @@ def _about_runs(sides: Sides) -> Iterator[str]:
         elif run.status != "finished":
             last = f"last validated at step {run.curve.at['steps'][-1]:,.0f}" if len(run.curve) else "has not validated"
             yield f"{run.path} has not finished (its status is {run.status}): it {last}"
-        if _length_changed(run.provenance.get("config_changes")):
+        if _length_changed(list_in(run.provenance, "config_changes")):
             yield f"{run.path} has another length than it started with: it followed two schedules, one after the other"
 
 
@@ -204,9 +204,9 @@ def _about_rows(sides: Sides) -> Iterator[str]:
             return
 
 
-def _length_changed(changes: object) -> bool:
+def _length_changed(changes: list[Any]) -> bool:
     """Others may be of the rows of a micro-batch, or of the limits of faults."""
-    fields = [one.get("fields") for one in changes if isinstance(one, dict)] if isinstance(changes, list) else []
+    fields = [one.get("fields") for one in changes if isinstance(one, dict)]
     names = [name for found in fields if isinstance(found, dict) for name in found]
     return any(name.startswith(("horizon.", "schedule.")) for name in names)
 
@@ -252,8 +252,7 @@ def _recorded(run: RunRecord, key: str) -> Any:
         parts = run.provenance.get(key)
         named = [(n, part) for n, part in parts.items() if isinstance(part, dict)] if isinstance(parts, dict) else ()
         return ", ".join(f"{n}={part.get('name')} {part.get('sha256') or ''}".rstrip() for n, part in named) or "none"
-    resumes = run.provenance.get("resumes")
-    starts = [run.provenance, *(one for one in (resumes if isinstance(resumes, list) else []) if isinstance(one, dict))]
+    starts = [run.provenance, *(one for one in list_in(run.provenance, "resumes") if isinstance(one, dict))]
     values = _distinct(facts[key] for facts in map(flatten, starts) if key in facts)
     return values if len(values) > 1 else next(iter(values), None)
 

@@ -20,6 +20,7 @@ from gptlab.lab.run_list import changes_from_recipe, recipe_fields
 from gptlab.lab.run_record import Reached, RunRecord, number, reached, read_run
 from gptlab.report.curves import Metrics, evenly_chosen, read_metrics_file
 from gptlab.runtime.records.console import short_number
+from gptlab.runtime.records.run_directory import list_in
 from gptlab.training.checkpoint.names import list_checkpoints
 
 VALIDATION_COLUMNS = ("step", "tokens", "training", "validation loss", "bits per byte")
@@ -217,11 +218,10 @@ class RunFacts:
 
     def _events(self) -> Iterator[tuple[str, str]]:
         causes = {"loss": "its loss was not finite", "gradient": "its gradient was not finite", "spike": "a loss spike"}
-        resumes, changes = (self.record.provenance.get(key) for key in ("resumes", "config_changes"))
-        for resume in resumes if isinstance(resumes, list) else ():
+        for resume in list_in(self.record.provenance, "resumes"):
             if isinstance(resume, dict):
                 yield plain(resume.get("start")), f"resumed on {plain(resume.get('device_name'))}"
-        for change in changes if isinstance(changes, list) else ():
+        for change in list_in(self.record.provenance, "config_changes"):
             if isinstance(change, dict) and isinstance(change.get("fields"), dict):
                 yield f"step {plain(change.get('step'))}", f"configuration changed: {', '.join(change['fields'])}"
         for event in self.metrics.events:

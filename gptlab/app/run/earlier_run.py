@@ -35,7 +35,7 @@ from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.identity import change_config, changeable_fields, edited_field, require_own, saved_identity
 from gptlab.runtime.records.metrics import read_metrics
 from gptlab.runtime.records.provenance import RESUME_FACTS, Evidence
-from gptlab.runtime.records.run_directory import RunDirectory, recorded_id
+from gptlab.runtime.records.run_directory import RunDirectory, list_in, recorded_id
 from gptlab.training.checkpoint.load import Checkpoint, load_to_train_on, select_checkpoint, verify_checkpoint
 from gptlab.training.checkpoint.names import candidates, list_checkpoints, step_of
 from gptlab.training.recorder import CLOSING_DECIMALS, Recorder, show_closing_block
@@ -382,8 +382,7 @@ def _record_resume(
         record = {**facts, **record, "repaired": facts["start"]}
         run.replace_provenance(record)
         console.warn(f"{run.provenance_path} was lost or damaged: it now says what this process knows")
-    earlier = record.get("resumes")
-    resumes = earlier if isinstance(earlier, list) else []
+    resumes = list_in(record, "resumes")
     if facts["code_fingerprint"] != record.get("code_fingerprint"):
         own = f"code/resume-{len(resumes) + 1}"
         run.write_files({f"{own}/{name}": content for name, content in evidence.code.files.items()})

@@ -35,7 +35,7 @@ from gptlab.runtime.hardware.place import resolve_dtype
 from gptlab.runtime.processes.distributed import Group
 from gptlab.runtime.records.console import Console
 from gptlab.runtime.records.identity import edited_field, saved_identity
-from gptlab.runtime.records.run_directory import RunDirectory
+from gptlab.runtime.records.run_directory import RunDirectory, list_in
 from gptlab.training.checkpoint.load import checksum, load_weights, require_weights_of
 
 
@@ -120,9 +120,8 @@ def as_recorded(run: RunDirectory, runtime: RuntimeConfig, device: torch.device)
     if device.type != "cpu":
         return runtime
     record, cpu = run.recorded(), cpu_model()
-    resumes = record.get("resumes")
     found: dict[str, Any] = {}
-    for process in (record, *(resumes if isinstance(resumes, list) else ())):
+    for process in (record, *list_in(record, "resumes")):
         match process:
             case {"device": "cpu", "cpu": str(its), "dtype": "float32" | "bfloat16" as dtype} if its == cpu:
                 found.setdefault("dtype", dtype)

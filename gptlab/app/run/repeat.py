@@ -18,7 +18,7 @@ from gptlab.config.run import RunConfig
 from gptlab.config.scaling import Machine
 from gptlab.lab.experiments.folder import require_validation_text
 from gptlab.runtime.records.provenance import PATCH_NAME, ZIP_NAME
-from gptlab.runtime.records.run_directory import RunDirectory, is_run
+from gptlab.runtime.records.run_directory import RunDirectory, is_run, list_in
 
 _ENVIRONMENT = ("python_version", "torch_version", "cuda_version")
 _MACHINE = ("device_name", "cpu", "dtype", "threads", "world_size")
@@ -104,8 +104,7 @@ def what_differs(
     other_data = any(name.partition(".")[0] in ("data", "tokenizer") for name in asked)
     if not other_data and (changed := _changed(recorded, now, _DATA)):
         yield f"the data is not that of {run.path} ({changed})"
-    changes = recorded.get("config_changes")
-    for change in changes if isinstance(changes, list) and not resumes else ():
+    for change in [] if resumes else list_in(recorded, "config_changes"):
         match change:
             case {"step": int(step), "fields": dict(fields)} if step > 0 and (kept := [*(fields.keys() - asked)]):
                 names = _shown(", ".join(sorted(kept)))

@@ -17,7 +17,7 @@ from typing import Any
 from gptlab.config.errors import UserError
 from gptlab.config.load import flatten
 from gptlab.runtime.files.plain_file import json_sha256, write_json_atomic
-from gptlab.runtime.records.run_directory import Identity, RunDirectory, identity, recorded_id, utc_now
+from gptlab.runtime.records.run_directory import Identity, RunDirectory, identity, list_in, recorded_id, utc_now
 
 FREE_FIELDS = frozenset({
     # Places. What is there has fingerprints of its own.
@@ -93,8 +93,7 @@ def change_config(run: RunDirectory, values: Mapping[str, Any], *, step: int) ->
     record = run.read_provenance()
     now, then = flatten(values), flatten(run.read_config())
     fields = {name: [then.get(name), now.get(name)] for name in {**then, **now} if then.get(name) != now.get(name)}
-    earlier = record.get("config_changes")
-    changes = [*(earlier if isinstance(earlier, list) else []), {"step": step, "time": utc_now(), "fields": fields}]
+    changes = [*list_in(record, "config_changes"), {"step": step, "time": utc_now(), "fields": fields}]
     changed = {**record, "config_sha256": json_sha256(values), "config_changes": changes}
     write_json_atomic(run.provenance_path, changed)
     write_json_atomic(run.config_path, dict(values))
@@ -103,8 +102,7 @@ def change_config(run: RunDirectory, values: Mapping[str, Any], *, step: int) ->
 def _recorded_values(run: RunDirectory) -> dict[str, list[Any]]:
     """{field: every value before or after a recorded change}."""
     values: dict[str, list[Any]] = {}
-    changes = run.recorded().get("config_changes")
-    for change in changes if isinstance(changes, list) else ():
+    for change in list_in(run.recorded(), "config_changes"):
         match change:
             case {"fields": dict(fields)}:
                 for name, pair in fields.items():

@@ -300,6 +300,12 @@ def default_run_path(recipe: str, now: datetime) -> Path:
     return path
 
 
+def list_in(record: Mapping[str, object], name: str) -> list[Any]:
+    """A list in a run.json, which may be damaged or untrusted; empty where there is none."""
+    value = record.get(name)
+    return value if isinstance(value, list) else []
+
+
 def recorded_id(run: RunDirectory) -> str | None:
     """The id in run.json; None if that is lost, or has none."""
     value = run.recorded().get("run_id")
