@@ -137,7 +137,7 @@ def measure(config: RunConfig, console: Console, *, steps: int, seconds: float) 
             device=str(place.device),
             device_name=device_name(place.device),
             threads=place.threads,
-            dtype=str(place.dtype).removeprefix("torch."),
+            dtype=place.dtype_name,
             recipe=config.recipe,
             model=f"{model_text(config.model)}, {vocab_size:,} vocabulary entries",
             parameters=parameter_counts(state.model).total,

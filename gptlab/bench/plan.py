@@ -97,7 +97,7 @@ def figures(plan: RunPlan, *, device_memory: int | None) -> dict[str, object]:
         "memory_counts": "compiled" if plan.memory.compiled else "uncompiled",
         "device": str(place.device),
         "device_memory_bytes": device_memory,
-        "dtype": str(place.dtype).removeprefix("torch."),
+        "dtype": place.dtype_name,
         "peak_flops_per_second": place.peak.flops_per_second,
         "peak_source": place.peak.source,
     }

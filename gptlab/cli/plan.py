@@ -51,8 +51,7 @@ def main(argv: list[str]) -> int:
     config = request.config(_remembered, limited_machine)
     place = place_of(config)
     plan, memory = make_plan(config, place, remembered_rate(config, place)), _device_memory(place.device)
-    as_json = request.options.get("json")
-    if as_json:
+    if request.options.get("json"):
         print(to_json(figures(plan, device_memory=memory), indent=2))
     else:
         size = why_quickstart_size(config, _remembered(config))
@@ -140,7 +139,7 @@ def _length(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _activations(plan: RunPlan) -> str:
-    dtype = str(plan.place.dtype).removeprefix("torch.")
+    dtype = plan.place.dtype_name
     if plan.memory.compiled:
         return f"at the peak of a micro-batch's passes in {dtype}, compiled"
     if plan.place.device.type == "cuda" and not plan.config.runtime.activation_checkpointing:

@@ -103,7 +103,7 @@ def agreed_place(place: Place, parallel: ParallelConfig, group: Group) -> Place:
     the other ranks end with rank 0. To be called before the ranks first wait for each other in that way."""
     import torch
 
-    mine = {"parallel": asdict(parallel), "dtype": str(place.dtype).removeprefix("torch.")}
+    mine = {"parallel": asdict(parallel), "dtype": place.dtype_name}
     everybody = group.gather("place", mine)
     ways = [theirs["parallel"] for theirs in everybody]
     other = next((rank for rank, theirs in enumerate(ways) if theirs != ways[0]), None)

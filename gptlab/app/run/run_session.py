@@ -99,7 +99,7 @@ def describe(session: Session, console: Console, machine: Machine | None) -> Non
     model, peak, processes = config.model, place.peak.flops_per_second, session.group.size
     console.line(
         f"machine   {device_name(place.device)} ({place.device}), {f'{processes} processes, ' * (processes > 1)}"
-        f"{place.threads} thread{'s' * (place.threads > 1)}, {str(place.dtype).removeprefix('torch.')}, "
+        f"{place.threads} thread{'s' * (place.threads > 1)}, {place.dtype_name}, "
         + ("peak unknown" if peak is None else f"{peak / 1e9:,.0f} GFLOP/s ({place.peak.source})")
     )
     threads = place.threads * session.group.world.local_size

@@ -32,6 +32,11 @@ class Place:
     products: AutoProducts = "auto"
     """As in runtime.products."""
 
+    @property
+    def dtype_name(self) -> str:
+        """As in runtime.dtype: "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
 
 def place_of(config: RunConfig, world: World = _ALONE) -> Place:
     """The place that a configuration selects. UserError where this machine does not have it."""

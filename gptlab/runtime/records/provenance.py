@@ -121,7 +121,7 @@ def provenance(
         "cpu": cpu_model(),
         "device": str(place.device),
         "device_name": device_name(place.device),
-        "dtype": str(place.dtype).removeprefix("torch."),
+        "dtype": place.dtype_name,
         "threads": place.threads,
         "peak_flops_per_second": place.peak.flops_per_second,
         "peak_source": place.peak.source,
