@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gptlab.config.run import RunConfig
-from gptlab.data.document_room import DocumentRoom
+from gptlab.data.document_capacity import DocumentCapacity
 from gptlab.data.rows import RowSource, make_rows
 from gptlab.data.tokens.shards import TokenSplit, shard_kind
 from gptlab.model.kernels.choice import faster_products
@@ -114,9 +114,9 @@ def made_up_run(config: RunConfig, place: Place, warn: Callable[[str], None]) ->
         multiply_by(faster_products(state.model.config, place.dtype) if asked == "auto" else asked)
     if config.data.mask_documents:
         bos_id = state.model.vocab_size - 1
-        room = DocumentRoom(bos_id, config.batch.micro_sequences, config.model.seq_len)
-        state.loader.rows = room.counted(state.loader.rows)
-        state.model.mask_documents(bos_id, room)
+        capacity = DocumentCapacity(bos_id, config.batch.micro_sequences, config.model.seq_len)
+        state.loader.rows = capacity.counted(state.loader.rows)
+        state.model.mask_documents(bos_id, capacity)
     return state, make_passes(state, config, warn)
 
 

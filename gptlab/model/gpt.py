@@ -27,7 +27,7 @@ from gptlab.runtime.files.cache import keep_compiled
 from gptlab.runtime.hardware.device import Platform
 
 if TYPE_CHECKING:
-    from gptlab.data.document_room import DocumentRoom
+    from gptlab.data.document_capacity import DocumentCapacity
     from gptlab.model.kernels.torch_attention import DocumentMask
 
 # Channels that a value-embedding gate reads (autoresearch and nanochat: 32).
@@ -309,12 +309,12 @@ class GPT(nn.Module):
         value: Tensor = table(tokens).to(self.compute_dtype)
         return value
 
-    def mask_documents(self, bos_id: int, room: DocumentRoom | None = None) -> None:
+    def mask_documents(self, bos_id: int, capacity: DocumentCapacity | None = None) -> None:
         """From here on, tokens attend only to their own document, which begins with BOS, except with a cache."""
         by = self.attend_by_torch()
         from gptlab.model.kernels.torch_attention import DocumentMask
 
-        self.document_mask = DocumentMask(by, bos_id, room)
+        self.document_mask = DocumentMask(by, bos_id, capacity)
 
     def attend_by_torch(self) -> str:
         """Compute attention as `torch_attention` chooses, which it returns."""

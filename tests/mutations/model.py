@@ -559,9 +559,9 @@ MUTATIONS = [
         ["test_torch_attention.py::test_windows_and_documents_equal_brute_force"],
     ),
     Mutation(
-        "a micro-batch that straddles epochs has no room for its documents", "data/document_room.py",
+        "a micro-batch that straddles epochs has no room for its documents", "data/document_capacity.py",
         "self.micro_sequences * int(counts.max())", "int(np.sort(counts)[-self.micro_sequences :].sum())",
-        ["test_torch_attention.py::test_room_is_doubled_where_rows_hold_more_documents"],
+        ["test_torch_attention.py::test_capacity_is_doubled_where_rows_hold_more_documents"],
     ),
     Mutation(
         "the fast channels of keys are offset", "model/attention.py",

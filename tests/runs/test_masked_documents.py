@@ -31,14 +31,14 @@ def test_timed_steps_have_the_mask(folder: Path) -> None:
     state, _ = made_up_run(config, place_of(config), print)
     mask = state.model.document_mask
     assert mask is not None
-    assert mask.room is not None
-    mask.room.documents = 1
+    assert mask.capacity is not None
+    mask.capacity.documents = 1
     with state.loader:
         rows = next(state.loader).inputs[0]
     begins = (rows == 299) | (torch.arange(128) == 0)  # at BOS, the last entry
     assert begins.sum() > 32
     assert torch.equal(mask.bounds(rows) == torch.arange(128), begins)
-    assert mask.room.documents >= begins.sum()  # counted as the rows were read
+    assert mask.capacity.documents >= begins.sum()  # counted as the rows were read
 
 
 @pytest.mark.parametrize("rows", ["sequential", "random"])

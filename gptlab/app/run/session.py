@@ -205,17 +205,17 @@ def _pretrained(name: str, config: RunConfig) -> Pretrained:
 
 def _with_masks(session: Session) -> Session:
     """Have the model mask documents, and every row counted before the model sees it."""
-    from gptlab.data.document_room import DocumentRoom
+    from gptlab.data.document_capacity import DocumentCapacity
 
     config, bos_id = session.config, session.data.tokenizer.bos_id
     assert bos_id is not None  # packed rows begin with it
     rows = max(config.batch.micro_sequences, rows_of_pass(config, session.state.device))
-    room = DocumentRoom(bos_id, rows, config.model.seq_len)
-    session.state.loader.rows = room.counted(session.state.loader.rows)
-    session.held_out = room.counted(session.held_out)
+    capacity = DocumentCapacity(bos_id, rows, config.model.seq_len)
+    session.state.loader.rows = capacity.counted(session.state.loader.rows)
+    session.held_out = capacity.counted(session.held_out)
     if session.of_training is not None:
-        session.of_training = room.counted(session.of_training)
-    session.state.model.mask_documents(bos_id, room)
+        session.of_training = capacity.counted(session.of_training)
+    session.state.model.mask_documents(bos_id, capacity)
     return session
 
 

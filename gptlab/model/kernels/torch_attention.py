@@ -26,7 +26,7 @@ from gptlab.model.attention import blocked_attention, offset_keys
 from gptlab.runtime.hardware.device import Platform, compiler_available
 
 if TYPE_CHECKING:
-    from gptlab.data.document_room import DocumentRoom
+    from gptlab.data.document_capacity import DocumentCapacity
 
 WIDEST_FLASH_HEAD = 192
 """FlashAttention 2 takes 256, but has no backward pass for more than this on compute capability 8.6, 8.9 and 12.0
@@ -120,8 +120,8 @@ class DocumentMask:
 
     by: str
     bos_id: int
-    room: DocumentRoom | None
-    """For how many documents the bounds have room. None: for those that there are; counting them waits for a GPU."""
+    capacity: DocumentCapacity | None
+    """The number of documents that the bounds are for. None: as many as there are; to count them waits for a GPU."""
 
     def bounds(self, tokens: Tensor) -> Tensor:
         """What `attention` takes, for tokens (B, T). By varlen: the first token of each document, counted over all
@@ -131,11 +131,11 @@ class DocumentMask:
         if self.by != "varlen":
             return (places * begins).cummax(1).values
         number = begins.flatten().cumsum(0)  # of documents up to here
-        if self.room is None:
+        if self.capacity is None:
             size = int(number[-1])
         else:
-            size = max(self.room.documents, 2 * len(tokens))  # the rows of CORE may be more, and shorter
-            torch._assert_async(number[-1] <= size, "more documents than DocumentRoom has counted")
+            size = max(self.capacity.documents, 2 * len(tokens))  # the rows of CORE may be more, and shorter
+            torch._assert_async(number[-1] <= size, "more documents than DocumentCapacity has counted")
         bounds = tokens.new_full((size + 2,), tokens.numel(), dtype=torch.int32)
         # What begins nothing is written to a place after the last.
         where = torch.where(begins.flatten(), number - 1, size + 1)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptlab.config.model import ModelConfig
 from gptlab.config.recipes import RECIPES
-from gptlab.data.document_room import DocumentRoom
+from gptlab.data.document_capacity import DocumentCapacity
 from gptlab.model.gpt import GPT, build_model
 from gptlab.model.kernels import torch_attention, torch_ops
 from gptlab.runtime.hardware.device import Platform
@@ -186,24 +186,25 @@ def test_document_bounds_by_hand() -> None:
     assert torch_attention.DocumentMask("blocks", BOS, None).bounds(tokens).tolist() == of_each
     exact = torch_attention.DocumentMask("varlen", BOS, None).bounds(tokens)
     assert exact.tolist() == [0, 2, 5, 6, 8, 12]
-    room = DocumentRoom(BOS, 4, 6)
-    assert torch_attention.DocumentMask("varlen", BOS, room).bounds(tokens).tolist() == [0, 2, 5, 6, 8, 12, 12, 12, 12]
-    room.documents = 4
+    capacity = DocumentCapacity(BOS, 4, 6)
+    padded = torch_attention.DocumentMask("varlen", BOS, capacity).bounds(tokens)
+    assert padded.tolist() == [0, 2, 5, 6, 8, 12, 12, 12, 12]
+    capacity.documents = 4
     with pytest.raises(RuntimeError, match="more documents than"):
-        torch_attention.DocumentMask("varlen", BOS, room).bounds(tokens.repeat(1, 2))
+        torch_attention.DocumentMask("varlen", BOS, capacity).bounds(tokens.repeat(1, 2))
 
 
-def test_room_is_doubled_where_rows_hold_more_documents() -> None:
+def test_capacity_is_doubled_where_rows_hold_more_documents() -> None:
     """Of rows with 1, 4 and 3 documents: any may come twice, or beside others that are read for the next epoch."""
-    room = DocumentRoom(BOS, micro_sequences=2, seq_len=512)
-    assert room.documents == 4
+    capacity = DocumentCapacity(BOS, micro_sequences=2, seq_len=512)
+    assert capacity.documents == 4
     rows = np.array([[5] * 8, [BOS, 1] * 4, [BOS, 1, BOS, BOS, 1, 1, BOS, 1]])
-    room.add(rows[:1])
-    assert room.documents == 4
-    room.add(rows[2:])
-    assert room.documents == 8
-    room.add(rows[:2])
-    assert room.documents == 8
+    capacity.add(rows[:1])
+    assert capacity.documents == 4
+    capacity.add(rows[2:])
+    assert capacity.documents == 8
+    capacity.add(rows[:2])
+    assert capacity.documents == 8
 
 
 SMALL = ModelConfig(n_layer=3, n_embd=32, n_head=2, seq_len=40, vocab_size=9, window_pattern="SSL", window_tokens=7)
@@ -258,7 +259,7 @@ def test_gpu_path_of_each_lineage_runs_on_the_meta_device(recipe: str, masked: b
     config = replace(RECIPES[recipe]().model, n_layer=4, vocab_size=512)
     model = gpu_model(config)
     if masked:
-        model.mask_documents(BOS, DocumentRoom(BOS, 2, config.seq_len))
+        model.mask_documents(BOS, DocumentCapacity(BOS, 2, config.seq_len))
     tokens = torch.empty(2, config.seq_len, dtype=torch.int64, device="meta")
     with Recorded("meta") as recorded:
         model.loss(tokens, tokens).backward()
@@ -461,10 +462,10 @@ def test_compiled_on_a_gpu_without_waiting(masked: bool) -> None:
     model = build_model(config, device=torch.device("cuda"), compute_dtype=torch.bfloat16, seed=1)
     batches = [torch.randint(9 * number, (4, 256), device="cuda") % 9 for number in (1, 2, 3)]
     if masked:
-        room = DocumentRoom(BOS, 4, 256)
+        capacity = DocumentCapacity(BOS, 4, 256)
         for tokens in batches:
-            room.add(tokens.cpu().numpy())
-        model.mask_documents(BOS, room)
+            capacity.add(tokens.cpu().numpy())
+        model.mask_documents(BOS, capacity)
     compiled = torch.compile(model.loss, dynamic=False)
     expected = [float(model.loss(tokens, tokens).detach()) for tokens in batches]
     compiled(batches[0], batches[0]).backward()

@@ -1,4 +1,4 @@
-"""How many documents the micro-batches of a run hold, for `data.mask_documents`."""
+"""How many documents the micro-batches of a run may hold, for `data.mask_documents`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ TYPICAL_TOKENS = 256
 """The first guess is one document for so many tokens, a quarter of the mean in FineWeb-Edu, and two a row."""
 
 
-class DocumentRoom:
-    """For how many documents a micro-batch has room. It is the same for every batch, since a compiled model would be
-    compiled again for another, and doubled when the rows that were read hold more."""
+class DocumentCapacity:
+    """The number of documents that a micro-batch may hold. It is the same for all batches, since a compiled model would
+    be compiled again for another, and is doubled when rows that were read hold more."""
 
     def __init__(self, bos_id: int, micro_sequences: int, seq_len: int) -> None:
         self.bos_id, self.micro_sequences = bos_id, micro_sequences
@@ -23,7 +23,8 @@ class DocumentRoom:
         return _CountedRows(rows, self)
 
     def add(self, inputs: np.ndarray) -> None:
-        """There are rows (n, seq_len). A micro-batch may hold any of them, and rows that are read for another epoch."""
+        """Count the documents of rows (n, seq_len). A micro-batch may hold any of these rows, and others that are read
+        for another epoch."""
         is_bos = inputs == self.bos_id
         counts = 1 + (is_bos[:, 1:] & ~is_bos[:, :-1]).sum(1)
         most = self.micro_sequences * int(counts.max())
@@ -32,13 +33,13 @@ class DocumentRoom:
 
 
 class _CountedRows:
-    def __init__(self, rows: RowSource, room: DocumentRoom) -> None:
-        self._rows, self._room = rows, room
+    def __init__(self, rows: RowSource, capacity: DocumentCapacity) -> None:
+        self._rows, self._capacity = rows, capacity
         self.seq_len, self.rows_per_epoch = rows.seq_len, rows.rows_per_epoch
 
     def read(self, epoch: int, indices: np.ndarray) -> Pair:
         pair = self._rows.read(epoch, indices)
-        self._room.add(pair[0])
+        self._capacity.add(pair[0])
         return pair
 
     def target_counts(self, epoch: int, indices: np.ndarray) -> np.ndarray:
