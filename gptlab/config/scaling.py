@@ -36,6 +36,10 @@ class Machine:
     processes: int = 1
 
 
+SLOWEST, FASTEST = (Machine(device="cpu", flops_per_second=flops) for flops in (1e9, 1e18))
+"""Recipes are pure and cheap: what one gives for both of these does not depend on the machine."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Depth and width, and their cost."""

@@ -14,7 +14,7 @@ from gptlab.config.length import LENGTH_FIELDS, Horizon, replaced_lengths, with_
 from gptlab.config.load import apply_overrides, checked_value, differences, flatten, leaf_fields, rebuild, unknown_field
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments, recorded_arguments, with_changes
 from gptlab.config.run import Compile, DType, RunConfig
-from gptlab.config.scaling import Machine
+from gptlab.config.scaling import FASTEST, SLOWEST, Machine
 from gptlab.runtime.files.plain_file import listed_sources, load_toml
 from gptlab.runtime.records.identity import FREE_FIELDS, changeable_fields
 
@@ -138,8 +138,7 @@ class RunRequest:
         def recipe(depth: int | None, machine: Machine | None) -> RunConfig:
             return configure(name, depth=depth, horizon=horizon, machine=machine, own=self.recipe_arguments)
 
-        # Recipes are pure and cheap: one that gives the same for machines a billion times apart needs no measurement.
-        slow, fast = (recipe(self.depth, Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18))
+        slow, fast = (recipe(self.depth, machine) for machine in (SLOWEST, FASTEST))
         config = self._with_fields(slow if slow == fast else self._sized(recipe, measure, limit))
         if config.horizon.unit == "tokens":  # less than a step is refused before data is read
             config.horizon.total_steps(tokens_per_step=config.batch.total_tokens, flops_per_token=1, scaling_params=1)

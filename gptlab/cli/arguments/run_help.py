@@ -21,7 +21,7 @@ from gptlab.config.foreign_names import answer
 from gptlab.config.load import flatten
 from gptlab.config.recipes import OWN_TYPES, RECIPES, configure, own_arguments
 from gptlab.config.recipes.nanochat import NanochatArguments
-from gptlab.config.scaling import Machine
+from gptlab.config.scaling import FASTEST, SLOWEST
 
 SIZED = "sized"
 """Shown for a default that follows from the machine's speed."""
@@ -176,8 +176,7 @@ def _asked_topic(argv: Sequence[str]) -> str | None:
 
 def _defaults(recipe: str) -> dict[str, str]:
     """{name: default as text}, short forms included."""
-    # Recipes are pure and cheap: what differs between two machines a billion times apart follows from the machine.
-    slow, fast = (configure(recipe, machine=Machine(device="cpu", flops_per_second=flops)) for flops in (1e9, 1e18))
+    slow, fast = (configure(recipe, machine=machine) for machine in (SLOWEST, FASTEST))
     leaves, others = (flatten(dataclasses.asdict(config)) for config in (slow, fast))
     texts = {name: default_text(value) if value == others[name] else SIZED for name, value in leaves.items()}
     horizon = slow.horizon
