@@ -92,7 +92,7 @@ def orthogonal_update(
     scale = shape_scale(config.update_scale, *update.shape[-2:])
     if second_moments is None or config.normuon_beta2 is None:
         return update.mul_(scale)
-    if (kernels := ops.of_matrices(update, second_moments)) is not None:
+    if (kernels := ops.muon_kernels(update, second_moments)) is not None:
         kernels.even_out(update, second_moments, config.normuon_beta2, scale)
         return update
     return update.mul_(neuron_scale(update, second_moments, config.normuon_beta2) * scale)
@@ -134,7 +134,7 @@ def move_means(
 ) -> Tensor:
     """Move the running means of the gradients; returns what is to be orthogonalized, (n, rows, cols). `made` (0-d
     bool), here and below: where False, nothing moves."""
-    if (kernels := ops.of_matrices(*means)) is not None and _is_made(made):
+    if (kernels := ops.muon_kernels(*means)) is not None and _is_made(made):
         return cast(Tensor, kernels.directions(means, gradients, momentum, nesterov))
     old = torch.stack(means)
     # A mean that moves towards itself stays, and what follows is finite.
@@ -161,7 +161,7 @@ def step_weights(
 ) -> None:  # fmt: skip
     """Apply updates (n, rows here, cols) to rows of matrices of this shape."""
     of_each = updates.unbind()
-    if (kernels := ops.of_matrices(*weights, *of_each)) is not None and _is_made(made):
+    if (kernels := ops.muon_kernels(*weights, *of_each)) is not None and _is_made(made):
         decay = weight_decay * decay_scale(config, *shape)
         kernels.step(weights, of_each, lr, decay, config.cautious_decay)
         return

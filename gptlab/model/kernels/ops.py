@@ -116,8 +116,8 @@ def sum_of_squares(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).square().sum()
 
 
-def of_matrices(*tensors: Tensor) -> ModuleType | None:
-    """`muon_kernel`, if it takes these weights, gradients or states; None where PyTorch updates them."""
+def muon_kernels(*tensors: Tensor) -> ModuleType | None:
+    """`muon_kernel`, if it takes these weights, gradients or moments; None where PyTorch updates them."""
     if not _kernels_take(tensors):
         return None
     from gptlab.model.kernels import muon_kernel
@@ -131,9 +131,9 @@ def _kernels_take(tensors: Iterable[Tensor]) -> bool:
 
 
 def orthogonalization(stack: Tensor, dtype: torch.dtype) -> ModuleType | None:
-    """The same, if it orthogonalizes a stack with products in `dtype`."""
+    """`muon_kernel`, if it orthogonalizes this stack with products in `dtype`; None where PyTorch does."""
     suits = _products == "kernels" and _suit_kernels(stack.device, dtype)
-    return of_matrices(stack) if suits and stack.ndim == 3 else None
+    return muon_kernels(stack) if suits and stack.ndim == 3 else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

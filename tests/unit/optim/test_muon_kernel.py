@@ -185,8 +185,8 @@ def test_tensors_in_another_order() -> None:
 
 def test_kernels_take_what_they_are_made_for() -> None:
     x = torch.zeros(2, 3, 4)
-    assert ops.of_matrices(x) is muon_kernel
-    assert ops.of_matrices(x, x.mT) is ops.of_matrices(x.double()) is ops.of_matrices(x.to("meta")) is None
+    assert ops.muon_kernels(x) is muon_kernel
+    assert ops.muon_kernels(x, x.mT) is ops.muon_kernels(x.double()) is ops.muon_kernels(x.to("meta")) is None
     assert ops.orthogonalization(x, torch.float64) is ops.orthogonalization(x.double(), torch.float32) is None
     assert ops.orthogonalization(x[0], torch.float32) is ops.orthogonalization(x[None], torch.float32) is None
 
