@@ -49,7 +49,7 @@ TOGETHER = ("train", "eval", "sample")
 """Commands that several processes, started by torchrun, run together."""
 
 READERS = ("compare", "runs", "clean", "report", "tour", "completion")
-"""Commands that never load torch, and do without what prepares for it: 40 ms of the 300 that a report takes."""
+"""Commands that never load torch, and skip the preparation for it: 40 of the 300 ms of a report."""
 
 HELP = f"""\
 usage: gptlab COMMAND [ARGUMENTS]

@@ -43,7 +43,7 @@ class TokenizerConfig:
     max_digits: Positive[int] = 2
     """Maximum digits in one token."""
     train_bytes: Positive[int] = 100_000_000
-    """Most bytes of text (UTF-8) that a bpe tokenizer is trained on: spread over plain text files, else the first."""
+    """Maximum bytes of text (UTF-8) to train a bpe tokenizer on: spread over plain text files, else the first ones."""
     path: str | None = None
     """A folder with a tokenizer.json, of gptlab or GPT-2, to use instead of training one."""
 

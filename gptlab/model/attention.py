@@ -1,9 +1,10 @@
 """Causal attention over the whole context or a sliding window.
 
 Shapes: B sequences, H query heads, G key-value heads (G divides H), T query positions, S key positions, D head width.
-Queries are taken in blocks that each see only the keys they can reach, so time and memory fall with the window. On a
-CPU plain batched matrix products with a fused softmax also beat torch's kernel (bf16, B=16 H=4 T=256 D=64, two Zen 4
-cores: its forward and backward take 30 ms, the products 9 ms). `kernels/fused.py` is for CPUs.
+This is the version in plain PyTorch; `kernels/ops.py` chooses a faster one where there is one. Queries are taken in
+blocks that each see only the keys they can reach, so time and memory fall with the window. On a CPU, such batched
+matrix products also beat torch's own kernel (bf16, B=16 H=4 T=256 D=64, two Zen 4 cores: forward and backward take 9 ms
+instead of 30).
 """
 
 from __future__ import annotations

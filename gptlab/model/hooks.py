@@ -1,4 +1,4 @@
-"""Whether to call a module does what its class says."""
+"""Whether calling a module runs anything but its class's forward: hooks, a patched forward, a compiled call."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ def has_hooks(part: nn.Module) -> bool:
 
 
 def is_hooked(part: nn.Module) -> bool:
-    """Whether something else runs with it, or in its place."""
+    """Whether a call of this module runs hooks, or something else than its class's forward."""
     return has_hooks(part) or "forward" in part.__dict__ or bool(part._compiled_call_impl)
 
 
 def all_are_hooked() -> bool:
-    """Whether something runs with every module of this process."""
+    """Whether a global hook runs with every module of this process."""
     return nn.modules.module._has_any_global_hook()
 
 
 def is_by_weight(layer: nn.Module) -> bool:
-    """Whether to call it is to multiply by its weight and to add its bias: it is a `Linear` of `gpt`."""
+    """Whether calling it only multiplies by its weight and adds its bias, as `Linear` of `gpt` does."""
     is_own = type(layer).forward is getattr(type(layer), "by_weight", None)
     return is_own and not is_hooked(layer) and not all_are_hooked()

@@ -185,7 +185,7 @@ def require_agreement(session: Session, facts: Mapping[str, object], console: Co
 
 
 def _choose_products(config: RunConfig, place: Place, group: Group) -> None:
-    """What was asked for, or else the faster ones, which rank 0 times for all processes."""
+    """Choose what multiplies matrices on a CPU: what was asked for, else the faster one, which rank 0 times for all."""
     from gptlab.model.kernels.choice import faster_products
     from gptlab.model.kernels.ops import multiply_by
 
@@ -204,7 +204,7 @@ def _pretrained(name: str, config: RunConfig) -> Pretrained:
 
 
 def _with_masks(session: Session) -> Session:
-    """Have the model mask documents, and every row counted before the model sees it."""
+    """The session with a model that masks documents, and with rows whose documents are counted as they are read."""
     from gptlab.data.document_capacity import DocumentCapacity
 
     config, bos_id = session.config, session.data.tokenizer.bos_id

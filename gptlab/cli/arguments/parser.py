@@ -122,7 +122,7 @@ def run_subcommand(
         return 0
     if name not in commands:
         nearest = nearest_name(name, commands) or next(iter(commands))
-        raise UserError(f"{prog} {name}: there is {', '.join(commands)} (nearest: {nearest})")
+        raise UserError(f"{prog} {name}: no such command, there are {', '.join(commands)} (nearest: {nearest})")
     return commands[name](list(argv[1:])) or 0
 
 

@@ -122,7 +122,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["data", "prepair"], "there is list, prepare, inspect (nearest: prepare)"),
+        (["data", "prepair"], "no such command, there are list, prepare, inspect (nearest: prepare)"),
         (["data", "prepare", "--data", "nowhere"], "nowhere"),
         (["data", "prepare", "--tokenizer", "bite"], "--tokenizer bite: neither bpe, gpt2, char, byte nor a folder"),
         (["data", "prepare", "--split", "head"], "split"),
