@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from gptlab.runtime.records.metrics import blocks_of_lines, last_line_of_kind, l
 from gptlab.runtime.records.run_directory import RunDirectory
 
 Axis = Literal["steps", "tokens", "seconds", "flops"]
-AXES: tuple[Axis, ...] = ("steps", "tokens", "seconds", "flops")
+AXES: tuple[Axis, ...] = get_args(Axis)
 """What runs can be compared at: optimizer steps, tokens, seconds of the training clock, FLOPs of the training."""
 At = Literal[Axis, "end"]
 """Where runs are compared: at an equal amount, or at their ends."""

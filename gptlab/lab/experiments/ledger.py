@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from filelock import FileLock
 
@@ -29,10 +29,10 @@ from gptlab.runtime.files.plain_file import open_plain, to_json
 from gptlab.runtime.records.metrics import AppendFile
 
 Verdict = Literal["keep", "discard", "inconclusive", "no-op", "invalid", "crashed", "timed-out"]
-VERDICTS: tuple[Verdict, ...] = ("keep", "discard", "inconclusive", "no-op", "invalid", "crashed", "timed-out")
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 Slice = Literal["validation", "promotion"]
-SLICES: tuple[Slice, ...] = ("validation", "promotion")
+SLICES: tuple[Slice, ...] = get_args(Slice)
 """Which part of the validation text: promotion is only read to confirm what is about to be kept."""
 
 NOTHING = "nothing"
