@@ -63,7 +63,7 @@ def one_line(error: BaseException) -> str:
     Parts of it may come from an untrusted file, which must neither fill nor control the terminal.
     """
     text = printable(" ".join(str(error)[: 2 * MAX_MESSAGE_CHARACTERS].split()))
-    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[: MAX_MESSAGE_CHARACTERS - 4]} ..."
+    return shortened(text, MAX_MESSAGE_CHARACTERS)
 
 
 def printable(text: str, keep: str = "\n") -> str:
@@ -72,9 +72,13 @@ def printable(text: str, keep: str = "\n") -> str:
     return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and `...` where it has more than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_VALUE_CHARACTERS else f"{text[: MAX_VALUE_CHARACTERS - 4]} ..."
+    return shortened(repr(value), MAX_VALUE_CHARACTERS)
 
 
 def nearest_name(word: str, choices: Iterable[str]) -> str | None:

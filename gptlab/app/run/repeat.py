@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gptlab.app.run.run_request import RunRequest
-from gptlab.config.errors import ConfigError, UserError
+from gptlab.config.errors import ConfigError, UserError, shortened
 from gptlab.config.length import Horizon
 from gptlab.config.load import apply_overrides, config_from_json, flatten
 from gptlab.config.recipes import RECIPES, configure, recorded_arguments, with_changes
@@ -136,8 +136,7 @@ def _changed(recorded: Facts, now: Facts, names: Sequence[str]) -> str:
 
 def _shown(value: object) -> str:
     """A value of run.json, an untrusted file, shortened to fit a line."""
-    text = str(value)
-    return text if len(text) <= 100 else f"{text[:96]} ..."
+    return shortened(str(value), 100)
 
 
 def _code(facts: Facts) -> str:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gptlab.config.errors import UserError, one_line
+from gptlab.config.errors import UserError, one_line, shortened
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import SECOND_SIZE, VERDICTS, Experiment, all_fields, baseline_of
 from gptlab.lab.experiments.proposal import code_of
@@ -94,8 +94,7 @@ def log_rows(experiments: Sequence[Experiment]) -> Iterator[tuple[str, ...]]:
 
 def shown(text: str, most: int = 60) -> str:
     """A text that somebody proposed, on one line, printable, and of at most so many characters."""
-    text = one_line(UserError(text))
-    return text if len(text) <= most else f"{text[: most - 4]} ..."
+    return shortened(one_line(UserError(text)), most)
 
 
 def state(lab: Lab) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, shortened
 from gptlab.lab.experiments.folder import Lab
 from gptlab.lab.experiments.ledger import Experiment, baseline_of
 from gptlab.lab.experiments.overview import (
@@ -143,7 +143,7 @@ def _order(difference: float | None) -> float:
 def _table(rows: Iterator[tuple[str, ...]], alignments: str) -> str:
     """A table no wider than a terminal: its last column is cut."""
     lines = table(rows, alignments).split("\n")
-    return "\n".join(line if len(line) <= WIDTH else f"{line[: WIDTH - 4]} ..." for line in lines)
+    return "\n".join(shortened(line, WIDTH) for line in lines)
 
 
 def _kept_rows(kept: Sequence[Experiment], experiments: Experiments) -> Iterator[tuple[str, ...]]:

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from gptlab.config.errors import UserError
+from gptlab.config.errors import UserError, shortened
 from gptlab.runtime.files.plain_file import read_json_object
 
 MAX_CHARACTERS = 200
@@ -50,5 +50,4 @@ def bounded(value: Any) -> Any:
 
 def cut(text: str, characters: int = MAX_CHARACTERS) -> str:
     """A text that UTF-8 can encode, of at most so many characters."""
-    text = text.encode("utf-8", "replace").decode()
-    return text if len(text) <= characters else f"{text[: characters - 4]} ..."
+    return shortened(text.encode("utf-8", "replace").decode(), characters)
