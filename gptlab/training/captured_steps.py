@@ -100,12 +100,12 @@ class CapturedStep:
         self._total.zero_()
         for rate, value in zip(self._rates, rates, strict=True):
             rate.fill_(value)
-        for place, index in enumerate(batch.micro_indices):
-            self._tokens[0].copy_(batch.inputs[place])
-            self._tokens[1].copy_(batch.targets[place])
+        for position, index in enumerate(batch.micro_indices):
+            self._tokens[0].copy_(batch.inputs[position])
+            self._tokens[1].copy_(batch.targets[position])
             if dropout:
                 seed_torch(fold_seed(self._config.seed, batch.step, index), self._device)
-            self._passes[min(place, 1)].replay()
+            self._passes[min(position, 1)].replay()
         if dropout:
             seed_torch(fold_seed(self._config.seed, batch.step, self._config.micro_batches), self._device)
         self._update.replay()

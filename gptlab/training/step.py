@@ -102,15 +102,15 @@ def gradients(
     factor = state.loss_scale.scale if state.loss_scale else 1.0
     share = torch.full((), factor / max(batch.target_tokens, 1), dtype=dtype, device=state.device)
     scale = (share,) if state.loss_scale else ()
-    places = strategy.order(batch.micro_indices)
+    positions = strategy.order(batch.micro_indices)
     with strategy.in_passes():
-        for place in places:
-            index = batch.micro_indices[place]
+        for position in positions:
+            index = batch.micro_indices[position]
             if config.model.dropout > 0:
                 seed_torch(fold_seed(config.seed, batch.step, index), state.device)
-            loss = loss_sum(batch.inputs[place], batch.targets[place], *scale)
+            loss = loss_sum(batch.inputs[position], batch.targets[position], *scale)
             if reduce:
-                strategy.before_backward(place == places[-1])
+                strategy.before_backward(position == positions[-1])
             (loss if scale else loss * share).backward()
             total = total + loss.detach()
             if reduce:

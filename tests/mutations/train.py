@@ -61,7 +61,7 @@ MUTATIONS = [
     Mutation(
         "only the first micro-batch's gradient counts", "training/step.py",
         "            (loss if scale else loss * share).backward()\n",
-        "            if place == places[0]:\n                (loss if scale else loss * share).backward()\n",
+        "            if position == positions[0]:\n                (loss if scale else loss * share).backward()\n",
         ["test_train.py::TestLoss::test_accumulated_gradients_are_those_of_one_batch",
          "test_train.py::TestLoss::test_the_cut_into_micro_batches_does_not_matter_to_a_run"],
         ["`--device-batch-size`, `--total-batch-size`"],
