@@ -130,7 +130,7 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(batch, n_tokens, -1, self.head_dim)
         gates = None if self.value_gate is None else self.value_gate(x[..., : self.value_gate.in_features])
         norm_eps = None if self.qk_norm is None else self.qk_norm.eps
-        if not (gates is rotary is norm_eps is None):
+        if gates is not None or rotary is not None or norm_eps is not None:
             is_apart = self.attend is not None and cache is None and x.device.type != "cpu"
             prepare = torch_ops.prepare_heads_apart if is_apart else implementation(x).prepare_heads
             heads = prepare(heads, self.n_head, gates, value, rotary, norm_eps)
@@ -267,11 +267,10 @@ class GPT(nn.Module):
         x = x0.view_as(x0)  # another object, or torch.compile would compile the first block twice, for `x is x0`
         rotary = (self.cos[start:stop], self.sin[start:stop]) if self.config.position == "rope" else None
         documents = None if self.document_mask is None or cache is not None else self.document_mask.bounds(tokens)
-        if (
-            blocks is look_up is cache is documents is None
-            and (whole := whole_blocks(self, x0, tokens, rotary)) is not None
-        ):
-            return whole
+        if blocks is None and look_up is None and cache is None and documents is None:
+            whole = whole_blocks(self, x0, tokens, rotary)
+            if whole is not None:
+                return whole
         for layer, block in enumerate(blocks or list(self.blocks)):
             lambdas = (self.residual_lambdas[layer], self.x0_lambdas[layer]) if self.config.residual_lambdas else None
             # Looked up only here: so a backward pass completes a table's gradient with its block's, and not at its end.
