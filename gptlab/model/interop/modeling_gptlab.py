@@ -29,8 +29,8 @@ DEFAULTS: dict[str, Any] = {
 
 
 class GPTLabConfig(PretrainedConfig):
-    """The fields that the network depends on; gptlab's README explains each. Beside them, `gptlab` keeps gptlab's own
-    record of the model, which nothing here reads."""
+    """The fields that the network depends on; `gptlab train --help model` explains each. Beside them, `gptlab` keeps
+    gptlab's own record of the model, which nothing here reads."""
 
     model_type = "gptlab"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]

@@ -32,7 +32,7 @@ WINDOW_SECONDS = 10.0
 REPEAT_SECONDS = 600.0
 # Cores that the threads lack. A quiet desktop uses 0.05 to 0.2.
 LACKING_CORES = 0.3
-# Far outside of what a quiet machine does: 348 to 393 ms within one run of quickstart (README).
+# Far outside of what a quiet machine does: 137 to 164 ms within one run of quickstart (README).
 SLOW_FACTOR = 2.0
 
 
