@@ -18,7 +18,7 @@ from gptlab.data.prepare import prepare
 from gptlab.lab.experiments.folder import Lab, Settings, create
 from gptlab.lab.judge.audits import MIN_ROWS
 from gptlab.runtime.files.plain_file import to_json
-from gptlab.runtime.processes.distributed import World
+from gptlab.runtime.processes.distributed import ALONE
 from gptlab.runtime.records.console import Console
 
 _FIXED = {
@@ -51,7 +51,7 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
         if field in request.overrides:
             raise UserError(f"{flag_of(field.removeprefix('horizon.'))} cannot be given: {instead}")
 
-    config, measured = sized(request, World(), console, console.warn)
+    config, measured = sized(request, ALONE, console, console.warn)
     # A lab has its own report, and a night of runs should not start as many processes.
     config = replace(config, log=LogConfig(report=False))
     horizon = config.horizon

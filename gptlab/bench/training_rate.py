@@ -21,9 +21,7 @@ from gptlab.runtime.files.cache import cache_root, keep_json
 from gptlab.runtime.files.plain_file import json_sha256, read_json_object
 from gptlab.runtime.hardware.device import device_name
 from gptlab.runtime.hardware.place import Place, place_of
-from gptlab.runtime.processes.distributed import World
-
-_ALONE = World()
+from gptlab.runtime.processes.distributed import ALONE, World
 
 # Steps of quickstart reach 0.55 of the products' peak where these are slow (float32 with AVX2, docs/LOG.md, 2026-11-22)
 # and a third of it where they are fast (AMX), since the rest of a step is no faster there: two threads reach 490 to 530
@@ -64,7 +62,7 @@ def timed_machine(config: RunConfig, world: World, warn: Callable[[str], None], 
     return machine_at(config, place, world, world.size * rate.flops_per_second)
 
 
-def limited_machine(config: RunConfig, world: World = _ALONE) -> Machine:
+def limited_machine(config: RunConfig, world: World = ALONE) -> Machine:
     """This machine with the most FLOP/s that its steps can reach. Half a second on a CPU, once in a process."""
     place = place_of(config, world)
     peak = _best_peak(place)

@@ -61,14 +61,14 @@ def main(argv: list[str]) -> int:
     from gptlab.runtime.hardware.device import unused_gpu
     from gptlab.runtime.hardware.installed import has_nvidia_gpu
     from gptlab.runtime.hardware.memory import memory_errors_explained, smaller_model, what_to_lower
-    from gptlab.runtime.processes.distributed import World
+    from gptlab.runtime.processes.distributed import ALONE
     from gptlab.runtime.records.console import Console
     from gptlab.training.faults import TrainingFailed
 
     started = time.perf_counter()
     with Console(stream=sys.stderr) as console:
         # `measure` warns, once, of what is wrong with a compiler.
-        silent = functools.partial(timed_machine, world=World(), warn=lambda text: None, show=console.live)
+        silent = functools.partial(timed_machine, world=ALONE, warn=lambda text: None, show=console.live)
         asked = (request.overrides.get("runtime.device", "auto"), request.overrides.get("runtime.allocator"))
         if (unused := unused_gpu(*asked)) is not None:
             console.warn(unused)
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
         if has_nvidia_gpu():
             from gptlab.app.run.micro_batch import with_rows_that_fit
 
-            config = with_rows_that_fit(config, request, console, World())
+            config = with_rows_that_fit(config, request, console, ALONE)
         try:
             with memory_errors_explained(lambda error: what_to_lower(error, config, None)):
                 bench = measure(config, console, steps=steps, seconds=seconds)

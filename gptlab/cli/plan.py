@@ -84,11 +84,11 @@ def _remembered(config: RunConfig) -> Machine:
     """This machine with the rate that `train` or `bench` timed, or else with the most that its steps can reach."""
     from gptlab.bench.training_rate import limited_machine, machine_at, remembered_rate
     from gptlab.runtime.hardware.place import place_of
-    from gptlab.runtime.processes.distributed import World
+    from gptlab.runtime.processes.distributed import ALONE
 
     place = place_of(config)
     rate = remembered_rate(config, place)
-    return limited_machine(config) if rate is None else machine_at(config, place, World(), rate.flops_per_second)
+    return limited_machine(config) if rate is None else machine_at(config, place, ALONE, rate.flops_per_second)
 
 
 def describe(plan: RunPlan, *, size: str | None = None, device_memory: int | None = None) -> str:

@@ -16,9 +16,7 @@ from gptlab.runtime.hardware.cpu import one_thread, set_threads
 from gptlab.runtime.hardware.device import keep_freed_memory, resolve_device, set_gpu_allocator
 from gptlab.runtime.hardware.installed import BFLOAT16_INSTRUCTIONS, cpu_lists_bfloat16
 from gptlab.runtime.hardware.peak import Peak, peak_flops_per_second, product_times
-from gptlab.runtime.processes.distributed import World
-
-_ALONE = World()
+from gptlab.runtime.processes.distributed import ALONE, World
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -38,7 +36,7 @@ class Place:
         return str(self.dtype).removeprefix("torch.")
 
 
-def place_of(config: RunConfig, world: World = _ALONE) -> Place:
+def place_of(config: RunConfig, world: World = ALONE) -> Place:
     """The place that a configuration selects. UserError where this machine does not have it."""
     runtime = config.runtime
     if runtime.allocator is not None or torch.cuda.is_available():

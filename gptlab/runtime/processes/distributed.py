@@ -61,6 +61,9 @@ class World:
         return self.rank == 0
 
 
+ALONE = World()
+"""One process."""
+
 TASK_COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables in which srun and mpirun (Open MPI; MPICH and Intel's) say how many processes they have started."""
 
