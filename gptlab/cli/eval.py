@@ -154,7 +154,7 @@ def _read_text(path: Path) -> str:
     try:
         return content.decode("utf-8-sig")  # a byte-order mark is no text, as in a corpus
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start:,}") from None
+        raise UserError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start:,}") from None
 
 
 def _text(run: LoadedRun, arguments: EvalArguments, text: str, rows: int, group: Group) -> dict[str, Any]:

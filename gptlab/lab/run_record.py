@@ -200,7 +200,7 @@ def number(value: Any) -> float | None:
 def _object(line: bytes) -> dict[str, Any]:
     value = json.loads(line)
     if not isinstance(value, dict):
-        raise ValueError("a line is no JSON object")
+        raise ValueError("a line is not a JSON object")
     return value
 
 

@@ -394,7 +394,7 @@ class TestResume:
     def test_what_is_no_run(self) -> None:
         Path("folder").mkdir()
         ended = gptlab("train", "--resume", "folder")
-        ended.is_refused("folder is no run: it has no config.json")
+        ended.is_refused("folder is not a run folder: it has no config.json")
         ended.changed_nothing()
 
     @pytest.mark.parametrize(

@@ -77,9 +77,9 @@ def altered_index(alter: Callable[[dict[str, Any]], dict[str, Any]]) -> Harm:
 
 
 HARMS: dict[str, tuple[str, Harm, str]] = {
-    "a pipe": ("model.safetensors", pipe, "no plain file"),
-    "a pipe for the manifest": ("manifest.json", pipe, "no plain file"),
-    "a device": ("state.json", endless, "no plain file"),
+    "a pipe": ("model.safetensors", pipe, "not a regular file"),
+    "a pipe for the manifest": ("manifest.json", pipe, "not a regular file"),
+    "a device": ("state.json", endless, "not a regular file"),
     "a hole of a terabyte": ("model.safetensors", hole, "bytes of memory"),
     "a hole for the state": ("state.json", hole, "too many"),
     "a hole for the manifest": ("manifest.json", hole, "manifest.json has 1,099,511,627,776 bytes"),
@@ -276,7 +276,7 @@ def test_hostile_metrics(run: Path, line: bytes) -> None:
 @pytest.mark.parametrize("harm", [pipe, endless], ids=lambda f: f.__name__)
 def test_metrics_that_are_no_file(tmp_path: Path, harm: Harm) -> None:
     harm(tmp_path / "metrics.jsonl")
-    refuse(lambda: read_metrics(tmp_path / "metrics.jsonl"), "no plain file")
+    refuse(lambda: read_metrics(tmp_path / "metrics.jsonl"), "not a regular file")
     refuse(lambda: AppendFile(tmp_path / "metrics.jsonl"), "cannot write")
 
 

@@ -124,14 +124,14 @@ def cache(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_manifest_that_names_files_elsewhere(tmp_path: Path, name: str) -> None:
     folder = cache(tmp_path / "c", **{name: {"bytes": 1, "sha256": "0" * 64}})
-    assert damage(folder) == f"{name!r} is no file of its own"
+    assert damage(folder) == f"{name!r} is not a file of its own"
 
 
 @pytest.mark.parametrize("harm", [pipe, endless], ids=lambda f: f.__name__)
 def test_a_manifest_over_what_is_no_file(tmp_path: Path, harm: Harm) -> None:
     folder = cache(tmp_path / "c")
     harm(folder / "x.bin")
-    assert damage(folder) == "'x.bin' is no file of its own"
+    assert damage(folder) == "'x.bin' is not a file of its own"
 
 
 @pytest.mark.parametrize("harm", ANY_JSON, ids=lambda f: f.__name__)
@@ -208,10 +208,10 @@ def test_tokens_that_are_no_file(tmp_path: Path, harm: Harm) -> None:
     harm(path)
     assert not is_shard(path)
     for raw in (True, False):
-        refuse(lambda raw=raw: Shard(path, raw=raw), "no plain file")  # type: ignore[misc]
-    refuse(lambda: find_token_files([str(path)], [], None, tmp_path), "no plain file")
+        refuse(lambda raw=raw: Shard(path, raw=raw), "not a regular file")  # type: ignore[misc]
+    refuse(lambda: find_token_files([str(path)], [], None, tmp_path), "not a regular file")
     harm(tmp_path / "meta.pkl")
-    refuse(lambda: read_character_table(tmp_path / "meta.pkl"), "no plain file")
+    refuse(lambda: read_character_table(tmp_path / "meta.pkl"), "not a regular file")
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------

@@ -150,8 +150,8 @@ ARCHIVES: dict[str, tuple[Callable[[], bytes], str]] = {
     "two data.pkl": (lambda: archive(P + b"}.", twice=True), "overlap"),
     "no data.pkl": (lambda: archive(P + b"}.").replace(b"data.pkl", b"date.pkl"), "no data.pkl"),
     "no archive at all": (lambda: b"PK\x05\x06" + bytes(18), "no data.pkl"),
-    "text": (lambda: b"weights, honestly" * 100, "no file of torch.save"),
-    "a tar archive": (lambda: bytes(257) + b"ustar  \0" + bytes(2000), "no file of torch.save"),
+    "text": (lambda: b"weights, honestly" * 100, "not a file of torch.save"),
+    "a tar archive": (lambda: bytes(257) + b"ustar  \0" + bytes(2000), "not a file of torch.save"),
 }  # fmt: skip
 
 
@@ -306,7 +306,7 @@ def test_absurd_configurations(tmp_path: Path, config: dict[str, Any], says: str
         ({"w": ".."}, "cannot read"),
         ({"w": {"deep": [[[]]]}}, "names no files"),
         ({"w": "config.json"}, "no complete safetensors file"),
-        ({"w": "pipe"}, "no plain file"),
+        ({"w": "pipe"}, "not a regular file"),
         ([], "no weight_map"),
     ],
 )

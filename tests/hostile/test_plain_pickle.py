@@ -52,7 +52,7 @@ class Exploit:
 def test_a_program_that_runs_a_command_is_refused_before_it_does(tmp_path: Path, protocol: int) -> None:
     path, marker = tmp_path / "meta.pkl", tmp_path / "ran"
     path.write_bytes(pickle.dumps(table_of("ab", more=Exploit(marker)), protocol))
-    with pytest.raises(UserError, match="is no plain table"):
+    with pytest.raises(UserError, match="is not a plain table"):
         read_plain_pickle(path)
     assert not marker.exists()
     pickle.loads(path.read_bytes())  # The file is what it claims to be.

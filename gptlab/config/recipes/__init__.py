@@ -100,7 +100,7 @@ def recorded_arguments(config: RunConfig) -> dict[str, Any]:
         try:
             found[name] = checked_value(types[name], json.loads(value), name)
         except (KeyError, ValueError):
-            raise UserError(f"recipe_arguments: {text!r} is no argument of {config.recipe}") from None
+            raise UserError(f"recipe_arguments: {text!r} is not an argument of {config.recipe}") from None
     return found
 
 

@@ -95,7 +95,7 @@ class StepProcess:
         with suppress(ValueError):
             if isinstance(reply := json.loads(line), dict):
                 return reply
-        what = "it answered with something that is no JSON object; the last words of its log"
+        what = "it answered with something that is not a JSON object; the last words of its log"
         raise ProcessFailedError(f"{what}: {last_words(self._printed) or 'there are none'}")
 
     def _ended(self) -> ProcessFailedError:

@@ -126,7 +126,7 @@ class Ledger:
                 if line.strip():
                     found[place] = json.loads(line)
             except (ValueError, RecursionError):
-                raise UserError(f"{self.path} is damaged: line {place} is no JSON object") from None
+                raise UserError(f"{self.path} is damaged: line {place} is not a JSON object") from None
         return found
 
 

@@ -207,15 +207,15 @@ def _train(lab: Lab, variant: Variant, run: Path, words: Sequence[str]) -> Finis
 
 
 def _make_own(path: Path) -> None:
-    """Let the lab write in every folder of a run that a process left. RuleError for what is no plain file or folder:
-    a link would lead the lab to files that are not the run's, which it would judge, and remove."""
+    """Let the lab write in every folder of a run that a process left. RuleError for what is not a regular file or
+    folder: a link would lead the lab to files that are not the run's, which it would judge, and remove."""
     mode = path.lstat().st_mode
     if stat.S_ISDIR(mode):
         path.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)
         for entry in path.iterdir():
             _make_own(entry)
     elif not stat.S_ISREG(mode):
-        raise RuleError("checkpoint", f"{path.name} is no plain file or folder")
+        raise RuleError("checkpoint", f"{path.name} is not a regular file or folder")
 
 
 def _space_of_run(lab: Lab) -> int:

@@ -141,7 +141,7 @@ def read_package(tree: Path) -> dict[str, bytes]:
             if stat.S_ISDIR(status.st_mode):
                 continue
             if not stat.S_ISREG(status.st_mode):
-                raise RuleError("tree", f"gptlab/{name} is a link or no plain file")
+                raise RuleError("tree", f"gptlab/{name} is a link, or not a regular file")
             if status.st_size > (MAX_FILE_BYTES if name.endswith(SOURCES) else MAX_BYTES):
                 raise RuleError("shipped-data", f"gptlab/{name} has {status.st_size:,} bytes")
             with cannot(f"read {path}"):

@@ -91,9 +91,9 @@ def read_torch_file(path: Path) -> dict[str, object]:
     # A damaged file makes the unpickler raise any exception.
     except Exception as error:
         reason = str(error).partition("\n")[0][:120] or type(error).__name__
-        raise UserError(f"cannot read {path}: it is damaged, or no file of torch.save ({reason})") from None
+        raise UserError(f"cannot read {path}: it is damaged, or not a file of torch.save ({reason})") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path} is no checkpoint: it holds a {type(value).__name__}, not a dict")
+        raise UserError(f"{path} is not a checkpoint: it holds a {type(value).__name__}, not a dict")
     return {str(name): item for name, item in value.items()}
 
 
@@ -117,7 +117,7 @@ def _check(file: BufferedReader, file_bytes: int, is_archive: bool) -> None:
         return
     file.seek(0)
     if file.read(len(_OLD_BEGINNING)) != _OLD_BEGINNING:
-        raise UnsafePickleError("it is damaged, or no file of torch.save")
+        raise UnsafePickleError("it is damaged, or not a file of torch.save")
     programs = io.BytesIO(file.read(min(file_bytes, MAX_PICKLE_BYTES)))
     for _ in range(_OLD_PICKLES):
         check_pickle(programs, file_bytes)
@@ -139,7 +139,7 @@ def _pickle_of(file: BufferedReader, file_bytes: int) -> bytes:
             entry for entry in entries if entry.filename.count("/") == 1 and entry.filename.endswith("/data.pkl")
         ]
         if len(programs) != 1:
-            raise UnsafePickleError("it is no file of torch.save: it has no data.pkl")
+            raise UnsafePickleError("it is not a file of torch.save: it has no data.pkl")
         if programs[0].file_size > MAX_PICKLE_BYTES:
             raise UnsafePickleError(f"{programs[0].file_size:,} bytes are too many for its data.pkl")
         return archive.read(programs[0])

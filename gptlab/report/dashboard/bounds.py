@@ -29,7 +29,7 @@ def require_file(path: Path, max_bytes: int | None = None) -> None:
     """UserError unless `path` is a plain file, no link, of at most `max_bytes`."""
     found = os.lstat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{path} is no plain file")
+        raise UserError(f"{path} is not a regular file")
     if max_bytes is not None and found.st_size > max_bytes:
         raise UserError(f"{path} has more than {max_bytes:,} bytes")
 

@@ -51,7 +51,7 @@ class Tail:
             return
         with cannot(f"read {self.path}"):
             if not stat.S_ISREG(found.st_mode):
-                raise UserError(f"{self.path} is no plain file")
+                raise UserError(f"{self.path} is not a regular file")
             descriptor = os.open(self.path, _FLAGS)
         with cannot(f"read {self.path}"), open(descriptor, "rb", buffering=0) as file:
             replaced = self._seen[:2] not in ((), seen[:2])

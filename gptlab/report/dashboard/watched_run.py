@@ -148,7 +148,7 @@ class WatchedRun:
 
 def _small_files(run: RunDirectory) -> tuple[dict[str, Any], dict[str, Any]]:
     """{dotted name: value} of config.json, and run.json: empty where it is lost or damaged. UserError where config.json
-    is damaged, or one is no plain file."""
+    is damaged, or one is not a regular file."""
     fields = flatten(json_object(run.config_path))
     if not isinstance(fields.get("recipe"), str):
         raise UserError(f"{run.config_path} is not the configuration of a run")
@@ -185,7 +185,7 @@ def default_fields() -> dict[str, Any]:
 
 def _has_checkpoint(folder: Path) -> bool:
     if os.path.lexists(folder) and not stat.S_ISDIR(os.lstat(folder).st_mode):
-        raise UserError(f"{folder} is no folder")
+        raise UserError(f"{folder} is not a folder")
     return bool(list_checkpoints(folder))
 
 

@@ -137,7 +137,7 @@ def _intact_manifest(folder: Path) -> dict[str, Any]:
         for name, recorded in manifest["files"].items():
             path = folder / name
             if not is_inside(name) or not stat.S_ISREG(path.lstat().st_mode):
-                raise DamagedFolderError(f"{name!r} is no file of its own")
+                raise DamagedFolderError(f"{name!r} is not a file of its own")
             if path.stat().st_size != recorded["bytes"]:
                 raise DamagedFolderError(f"{name} has {path.stat().st_size:,} bytes instead of {recorded['bytes']:,}")
             kind = "sampled_sha256" if "sampled_sha256" in recorded else "sha256"

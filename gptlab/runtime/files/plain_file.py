@@ -50,7 +50,7 @@ def open_plain(path: Path) -> BufferedReader:
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return file
 
 
@@ -149,7 +149,7 @@ def read_json_object(path: Path) -> dict[str, object]:
         with cannot(f"read {path}"):
             value = parse_json(read_plain(path, MAX_JSON_BYTES))
     except ValueError as error:
-        raise UserError(f"{path} is damaged: it is no JSON ({error})") from error
+        raise UserError(f"{path} is damaged: it is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} is damaged: it should hold one JSON object")
     return value
@@ -194,7 +194,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def flush_to_disk(file: IO[Any]) -> None:

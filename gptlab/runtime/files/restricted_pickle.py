@@ -56,7 +56,7 @@ def read_plain_pickle(path: Path) -> Any:
         raise
     except Exception as error:  # What a wrong program raises is anything: stack underflow, unhashable keys, bad UTF-8.
         reason = (str(error).splitlines() or [""])[0][:100]
-        raise UserError(f"{path} is no plain table: it is damaged ({type(error).__name__}: {reason})") from None
+        raise UserError(f"{path} is not a plain table: it is damaged ({type(error).__name__}: {reason})") from None
 
 
 def _check_opcodes(path: Path, content: bytes) -> None:
@@ -75,4 +75,4 @@ def _check_opcodes(path: Path, content: bytes) -> None:
 
 
 def _refuse(path: Path, reason: str) -> NoReturn:
-    raise UserError(f"{path} is no plain table: {reason}")
+    raise UserError(f"{path} is not a plain table: {reason}")

@@ -185,7 +185,7 @@ def parse_json_object(text: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise DamagedFileError(f"no valid JSON ({error})") from None
     if not isinstance(value, dict):
-        raise DamagedFileError("no JSON object")
+        raise DamagedFileError("not a JSON object")
     return value
 
 

@@ -156,7 +156,7 @@ def read_metrics(path: Path) -> list[dict[str, object]]:
         if isinstance(record, dict):
             records += [record] if line else []
         elif number < len(lines):
-            raise UserError(f"{path}, line {number} is damaged: it is no JSON object")
+            raise UserError(f"{path}, line {number} is damaged: it is not a JSON object")
     return records
 
 

@@ -142,7 +142,9 @@ class RunDirectory:
         if not path.is_dir():
             raise UserError(f"there is no run folder {path}; name one that `gptlab train` made, such as runs/NAME")
         if not run.config_path.is_file():
-            raise UserError(f"{path} is no run: it has no config.json; name a folder that `gptlab train` made")
+            raise UserError(
+                f"{path} is not a run folder: it has no config.json; name a folder that `gptlab train` made"
+            )
         for folder, folders, files in os.walk(path):
             for inner in (Path(folder, name) for name in sorted((*folders, *files))):
                 if inner.is_symlink():

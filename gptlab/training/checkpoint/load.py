@@ -280,7 +280,7 @@ def _plain_file_bytes(path: Path, name: str) -> int:
     """Size of a folder's entry, which must be a file itself, not a link to one elsewhere."""
     status = os.lstat(path / name)
     if not stat.S_ISREG(status.st_mode):
-        raise DamagedCheckpointError(path, f"{name} is no plain file")
+        raise DamagedCheckpointError(path, f"{name} is not a regular file")
     return status.st_size
 
 

@@ -257,14 +257,14 @@ class TestRefusals:
     def test_folders_that_are_no_runs(self) -> None:
         assert "there is no run folder runs/x" in self.refused("--from", "runs/x")
         Path("notes").mkdir()
-        assert "notes is no run: it has no config.json" in self.refused("--from", "notes")
+        assert "notes is not a run folder: it has no config.json" in self.refused("--from", "notes")
         Path("file").touch()
         assert "there is no run folder file" in self.refused("--from", "file")
 
     @pytest.mark.parametrize(
         ("text", "says"),
         [
-            ("{ torn", "is damaged: it is no JSON"),
+            ("{ torn", "is damaged: it is not JSON"),
             ("[1]", "is damaged: it should hold one JSON object"),
             ('{"n_layer": 12}', "cannot be used: schema_version = None: not the configuration"),
             ('{"schema_version": 99}', "cannot be used: schema_version = 99: written by a newer gptlab"),

@@ -253,7 +253,7 @@ class TestText:
         binary.write_bytes(b"ab\xff")
         empty = tmp_path / "empty"
         empty.write_text("")
-        assert "no text in UTF-8: invalid start byte at byte 2" in refusal(capsys, "eval", run.path, "--text", binary)
+        assert "not text in UTF-8: invalid start byte at byte 2" in refusal(capsys, "eval", run.path, "--text", binary)
         assert "too short" not in refusal(capsys, "eval", run.path, "--text", tmp_path / "nowhere")
         assert "too short" in refusal(capsys, "eval", run.path, "--text", empty)
         assert "give it with --text" in refusal(capsys, "eval", run.path, "--html", page)
@@ -431,7 +431,7 @@ class TestRefusals:
     def test_no_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
         assert "RUN" in refusal(capsys, command)
         assert "no run folder" in refusal(capsys, command, tmp_path / "nowhere")
-        assert "no run" in refusal(capsys, command, tmp_path)
+        assert "not a run folder" in refusal(capsys, command, tmp_path)
 
     def test_no_checkpoint_yet(self, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         (run.path / "checkpoints").rename(run.path / "elsewhere")

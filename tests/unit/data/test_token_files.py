@@ -250,7 +250,7 @@ def test_nanogpt_files_that_are_none_are_one_line(tmp_path: Path) -> None:
         ("train.bin", b"abc", "tokens are two bytes each (uint16), and 3 bytes are odd"),
         ("val.bin", b"", "val.bin is empty"),
         ("val.bin", None, "no file validates: a nanoGPT folder has val.bin"),
-        ("meta.pkl", b"cos\nsystem\n(S'true'\ntR.", "meta.pkl is no plain table: its opcode GLOBAL"),
+        ("meta.pkl", b"cos\nsystem\n(S'true'\ntR.", "meta.pkl is not a plain table: its opcode GLOBAL"),
         ("meta.pkl", pickle.dumps({"vocab_size": 3}), "meta.pkl is not a table of characters"),
         ("meta.pkl", None, "tokenizer.kind = 'char'"),
     ]:

@@ -156,7 +156,9 @@ def test_a_reply_that_is_none_comes_with_the_last_line_of_the_log(tmp_path: Path
     log.write_text("ValueError: broken\n")
     with open(reader, "rb") as output, log.open("rb") as printed:
         process = StepProcess(SimpleNamespace(stdout=output), printed, 5.0, 5.0)  # type: ignore[arg-type]
-        with pytest.raises(ProcessFailedError, match="no JSON object; the last words of its log: ValueError: broken"):
+        with pytest.raises(
+            ProcessFailedError, match="not a JSON object; the last words of its log: ValueError: broken"
+        ):
             process.ready()
 
 

@@ -327,7 +327,7 @@ class TestTraining:
             link.symlink_to(other / where)
 
         Processes(monkeypatch, exit_code).leave = plant
-        with pytest.raises(RuleError, match=r"^checkpoint: .* is no plain file or folder$"):
+        with pytest.raises(RuleError, match=r"^checkpoint: .* is not a regular file or folder$"):
             runs.train(lab, candidate(lab), seed=7)
         assert load_checkpoint(saved).model["w"] == 1.0
         folder = lab.experiment(CANDIDATE)

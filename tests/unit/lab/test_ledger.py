@@ -63,7 +63,7 @@ def test_a_damaged_line_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the ledger is damaged in line 1: KeyError: 4"):
         ledger.experiments()
     ledger.path.write_text("\n\nnonsense\n")
-    with pytest.raises(UserError, match="is damaged: line 3 is no JSON object"):
+    with pytest.raises(UserError, match="is damaged: line 3 is not a JSON object"):
         ledger.experiments()
     ledger.path.write_text("\n \n")
     assert ledger.experiments() == {}

@@ -45,7 +45,7 @@ def test_json_is_strict_and_non_finite_floats_read_back(tmp_path: Path) -> None:
         log.write("event", a=float("nan"), b=[float("inf"), {"c": (-float("inf"), 1.5)}], d="nan")
 
     def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     record = json.loads((tmp_path / "m").read_text(), parse_constant=refuse)
     assert record == {"kind": "event", "a": "nan", "b": ["inf", {"c": ["-inf", 1.5]}], "d": "nan"}

@@ -133,7 +133,7 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_run_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run folder"):
         RunDirectory.open(tmp_path / "missing")
-    with pytest.raises(UserError, match="is no run"):
+    with pytest.raises(UserError, match="is not a run folder"):
         RunDirectory.open(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="damaged"):
@@ -156,7 +156,7 @@ def test_a_process_killed_while_making_a_run_leaves_none_and_blocks_none(tmp_pat
             RunDirectory.create(Path({str(folder)!r}), {{}}, {{}})
         """
         assert subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False).returncode != 0
-        with pytest.raises(UserError, match="is no run"):
+        with pytest.raises(UserError, match="is not a run folder"):
             RunDirectory.open(folder)
         RunDirectory.create(folder, CONFIG, FACTS)
 

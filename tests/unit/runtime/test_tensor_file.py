@@ -141,7 +141,7 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
     [
         (b"\xff\xfe", 0, "JSON"),
         (b"[" * 100_000, 0, "JSON"),
-        (b"[]", 0, "no JSON object"),
+        (b"[]", 0, "not a JSON object"),
         (b'{"x":1,"x":2}', 0, "twice"),
         (b'{"x":NaN}', 0, "NaN"),
         ({"x": 1}, 0, "malformed"),

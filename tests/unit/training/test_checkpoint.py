@@ -224,7 +224,7 @@ def test_a_manifest_that_is_none_is_damage(tmp_path: Path, content: bytes) -> No
 def test_a_link_is_no_plain_file_even_where_it_leads_to_the_right_content(tmp_path: Path) -> None:
     path = save_small(tmp_path, 10)
     replace_by_link(path / "state.json")
-    with pytest.raises(DamagedCheckpointError, match=r"state\.json is no plain file"):
+    with pytest.raises(DamagedCheckpointError, match=r"state\.json is not a regular file"):
         load_checkpoint(path)
 
 

@@ -328,7 +328,7 @@ def test_the_run_of_the_prompt_stays_while_others_train(world: Dashboard, page: 
 def test_hostile_names_and_samples_stay_text(page: Page) -> None:
     """A dialog or a message on the console would fail this test (`tab`)."""
     choose_only(page, HOSTILE)
-    assert row(page, "damaged").locator(".problem").inner_text().count("config.json is damaged: it is no JSON")
+    assert row(page, "damaged").locator(".problem").inner_text().count("config.json is damaged: it is not JSON")
     page.wait_for_function("() => document.querySelector('#details h2')?.textContent.startsWith('<img')")
     shown = page.locator("#details").inner_text()
     assert "</pre><script>alert(3)</script>" in shown

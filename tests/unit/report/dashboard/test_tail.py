@@ -139,5 +139,5 @@ def test_what_is_no_plain_file_is_refused(path: Path, tail: Tail, kind: str) -> 
     else:
         path.with_name("other").write_bytes(lines(0, 1))
         path.symlink_to("other")
-    with pytest.raises(UserError, match="no plain file"):
+    with pytest.raises(UserError, match="not a regular file"):
         read(tail)
