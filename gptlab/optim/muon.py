@@ -203,16 +203,19 @@ class Matrix(NamedTuple):
 
     parameter: Parameter
     first_row: int
-    weight: Tensor
-    """(rows, cols)"""
     momentum: Tensor
     """(rows, cols)"""
     second_moment: Tensor | None
     """(rows, 1) or (1, cols); None without NorMuon."""
 
     @property
+    def weight(self) -> Tensor:
+        """(rows, cols). Looked up anew: `model.to()` and copies give a parameter other memory."""
+        return self.parameter.detach().narrow(0, self.first_row, len(self.momentum))
+
+    @property
     def gradient(self) -> Tensor:
-        return cast(Tensor, self.parameter.grad).narrow(0, self.first_row, len(self.weight))
+        return cast(Tensor, self.parameter.grad).narrow(0, self.first_row, len(self.momentum))
 
 
 class Muon:
@@ -239,7 +242,8 @@ class Muon:
         """Make the state of a parameter, and put its matrices on their stacks."""
         if parameter.ndim != 2:
             raise ValueError(f"Muon updates matrices, but {name} has shape {tuple(parameter.shape)}")
-        weight, split, cols = parameter.detach(), self.row_splits[name], parameter.size(1)
+        weight, split = parameter.detach(), self.row_splits[name]
+        rows, cols = weight.shape
         momentum = self._state[f"{name}.momentum"] = weight.new_zeros(weight.shape)
         seconds: list[Tensor | None] = [None] * len(split)
         if self._config.normuon_beta2 is not None:
@@ -248,8 +252,8 @@ class Muon:
             parts = zip(split, flat.split(sizes), strict=True)
             seconds = [part.unsqueeze(neuron_dim(rows, cols)) for rows, part in parts]
         first_row = 0
-        for rows, w, m, second in zip(split, weight.split(split), momentum.split(split), seconds, strict=True):
-            self._stacks.setdefault((rows, cols), []).append(Matrix(parameter, first_row, w, m, second))
+        for rows, m, second in zip(split, momentum.split(split), seconds, strict=True):
+            self._stacks.setdefault((rows, cols), []).append(Matrix(parameter, first_row, m, second))
             first_row += rows
 
     def step(self, lr_scale: float, momentum: float, weight_decay_scale: float, made: Tensor | None = None) -> None:

@@ -51,6 +51,7 @@ def step(
 ) -> None:
     """Each weight minus lr (update + weight_decay weight)."""
     call("muon_step", None, _arrays(weights, updates), len(weights), float(lr), float(weight_decay), cautious)
+    torch.autograd.graph.increment_version(weights)  # a backward pass that needs the old ones now says so
 
 
 def _arrays(*columns: Sequence[Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -298,6 +299,19 @@ def test_stacking_changes_nothing() -> None:
         many.step(1.0, 0.9, 1.0)
         one.step(1.0, 0.9, 1.0)
     torch.testing.assert_close(together["w0"].detach(), alone["w0"].detach())
+
+
+def test_weights_may_move_to_other_memory() -> None:
+    """As by model.to(), or in a copy of model and optimizer: the parameters' own values are what is updated."""
+    weights, expected = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
+    optimizer, other = muon(weights, row_splits={"qkv": (4, 4, 4)}), muon(expected, row_splits={"qkv": (4, 4, 4)})
+    weights, optimizer = copy.deepcopy((weights, optimizer))
+    for p in weights.values():
+        p.data = p.data.clone()
+    for named, one in ((weights, optimizer), (expected, other)):
+        set_gradients(named, 0)
+        one.step(1.0, 0.9, 1.0)
+    assert all(torch.equal(p, expected[name]) for name, p in weights.items())
 
 
 def test_no_gradient_no_update() -> None:

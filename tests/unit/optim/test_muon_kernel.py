@@ -206,3 +206,13 @@ def test_gradients_of_another_type_and_another_default_device() -> None:
     assert torch.equal(found, expected)
     assert torch.equal(*means)
     assert float(squares) == pytest.approx(float(gradient.double().square().sum()), rel=1e-12)
+
+
+def test_autograd_notices_that_weights_moved() -> None:
+    """A backward pass after the step must fail, instead of taking the new weights for those of its forward pass."""
+    weight, x = Parameter(random(16, 16, seed=1)), torch.ones(16, 16, requires_grad=True)
+    loss = (x @ weight).sum()
+    weight.grad = random(16, 16, seed=2)
+    Muon({"w": weight}, MuonConfig(), compute_dtype=torch.float32, row_splits={}).step(1.0, 0.9, 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
