@@ -77,7 +77,13 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
             f"half of the validation text has {rows} rows of {config.model.seq_len:,} tokens, and the judge needs "
             f"{MIN_ROWS}: hold out more with --data.val-fraction, or give --data.val-source"
         )
-    return create(path, config, data, settings, measured[-1] if measured else None)
+    lab = create(path, config, data, settings, measured[-1] if measured else None)
+    if shown := lab.texts()[1]:
+        console.warn(
+            f"candidates' code could read the validation text in {', '.join(shown)}, where their Python is too: to try "
+            "code that you do not trust, give another text with --data"
+        )
+    return lab
 
 
 def _given(request: RunRequest) -> dict[str, Any]:

@@ -13,10 +13,12 @@ experiments/0007/ the proposal, its runs, and what the judge said
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
 import shutil
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,7 +31,7 @@ from gptlab.config.errors import UserError, cannot
 from gptlab.config.load import apply_overrides, config_from_json, config_to_json, flatten
 from gptlab.config.run import CheckpointConfig, DataConfig, EvalConfig, RunConfig, SampleConfig
 from gptlab.config.scaling import Machine
-from gptlab.data.corpus.documents import from_anywhere
+from gptlab.data.corpus.documents import STDLIB, from_anywhere
 from gptlab.data.prepare import PreparedData
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from gptlab.data.tokens.shards import SplitWriter, TokenSplit
@@ -43,6 +45,8 @@ from gptlab.runtime.records.run_directory import RunDirectory
 At = Literal["time", "steps", "tokens", "flops"]
 
 BLOCK_TOKENS = 1 << 22
+MOST_FILES = 1_000
+"""Of a glob that are hidden one by one: each is a mount, and a watch of which Linux gives a user 8,192 or more."""
 STAND_IN_TOKENS = 65_536
 """Of the training text, in the place of validation text that candidates may not see. Nothing is measured on it."""
 
@@ -152,6 +156,18 @@ class Lab:
         values = {"seed": seed, "model.vocab_size": vocab_size, **self.places()}
         return apply_overrides(config_from_json(read_json_object(self.path / "baseline" / "config.json")), values)
 
+    def texts(self) -> tuple[list[Path], list[str]]:
+        """(files and folders of the corpus that the lab was made of, where they still are; sources that cannot be
+        hidden from a candidate, since Python itself is among them). The validation text is in them."""
+        values = self.baseline_config() | dict(self.settings.corpus)
+        sources = [*values["data.source"], *values["data.val_source"]]
+        found = {source: _places_of(source) for source in sources if os.path.isabs(source)}
+        shown = [source for source, paths in found.items() if any(map(_has_python, paths))]
+        hidden = [path for source, paths in found.items() if source not in shown for path in paths]
+        if (cache := values["data.cache_dir"]) is not None and os.path.isdir(cache):
+            hidden.append(Path(cache))
+        return hidden, [*(source for source in sources if source == STDLIB), *shown]
+
     def places(self) -> dict[str, Any]:
         """Fields of every run that say where things are, so that a lab may be moved."""
         return {
@@ -214,6 +230,24 @@ def _corpus(config: RunConfig) -> dict[str, Any]:
     }  # fmt: skip
     stored = flatten(config_to_json(_only_training(config)))
     return {name: value for name, value in values.items() if value != stored[name]}
+
+
+def _places_of(source: str) -> list[Path]:
+    """The files and folders of a path or a glob, and files that are linked there: of very many, their folders."""
+    places = [Path(source)]
+    if not places[0].exists():
+        places = [path for path in map(Path, glob.glob(source, recursive=True)) if path.is_file()]
+    if len(places) > MOST_FILES:
+        places = list({place.parent for place in places})
+    linked = [path for place in places if place.is_dir() for path in place.rglob("*") if path.is_symlink()]
+    return places + [path for path in linked if path.is_file()]
+
+
+def _has_python(place: Path) -> bool:
+    """Whether a process that does not see `place` has no Python, or another one."""
+    place, library = place.resolve(), Path(sysconfig.get_path("stdlib")).resolve()
+    parts = (Path(part).resolve() for part in (sys.prefix, sys.base_prefix, *sys.path))
+    return place.is_relative_to(library) or any(part.is_relative_to(place) for part in parts)
 
 
 def has_stand_in(data: DataConfig) -> bool:

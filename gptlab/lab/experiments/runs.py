@@ -248,8 +248,9 @@ def judge(lab: Lab, variant: Variant, run: Path, where: Slice, seed: int, agains
         nats=np.load(theirs, allow_pickle=False) if theirs.exists() else None,
     )  # fmt: skip
     judged = judge_run(
-        run, questions, tree=variant.code, limits=limits(START_SECONDS), baseline=baseline, hidden=[lab.path],
-        cache=lab.experiment(0) / "cache", log=run.with_name(f"{run.name}.answers.log"),
+        run, questions, tree=variant.code, limits=limits(START_SECONDS), baseline=baseline,
+        hidden=[lab.path, *lab.texts()[0]], cache=lab.experiment(0) / "cache",
+        log=run.with_name(f"{run.name}.answers.log"),
     )  # fmt: skip
     own = _nats_path(lab, variant.number, where, seed)
     own.parent.mkdir(exist_ok=True)
@@ -341,7 +342,7 @@ def _process(lab: Lab, variant: Variant, work: Path, cache: Path) -> dict[str, A
     return {
         "cwd": work,
         "environment": candidate_environment(variant.code, cache),
-        "hidden": [lab.path, *texts_in_cache()],
+        "hidden": [lab.path, *texts_in_cache(), *lab.texts()[0]],
         "readable": [lab.path / "baseline", lab.path / "data", variant.code],
         "writable": [work, cache],
     }

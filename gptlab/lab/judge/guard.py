@@ -45,9 +45,10 @@ _IN_OPEN, _IN_ISDIR = 0x20, 0x40000000
 
 
 def main() -> int:
-    """`guard.py SPECIFICATION REPORT LIFE`: a JSON object; descriptors of the report and of a pipe that closes when the
-    lab has died."""
-    spec = json.loads(sys.argv[1])
+    """`guard.py SPECIFICATION REPORT LIFE`: the path of a JSON object, which is removed; descriptors of the report and
+    of a pipe that closes when the lab has died."""
+    spec = json.loads(_read(sys.argv[1]))
+    os.remove(sys.argv[1])
     report, life = int(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(report, False)
     os.set_inheritable(life, False)

@@ -205,7 +205,10 @@ def start(
         }
         report, report_end = os.pipe()
         life_end, life = os.pipe()
-        command = [sys.executable, "-I", "-S", "-B", str(GUARD), json.dumps(spec), str(report_end), str(life_end)]
+        # A file, since Linux passes 128 KiB of an argument at most, and paths of a corpus may be more.
+        specification = Path(temporary, "specification.json")
+        specification.write_text(json.dumps(spec), encoding="utf-8")
+        command = [sys.executable, "-I", "-S", "-B", str(GUARD), str(specification), str(report_end), str(life_end)]
         try:
             with cannot("start a supervised process"):
                 guard = subprocess.Popen(

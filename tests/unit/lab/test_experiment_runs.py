@@ -118,7 +118,8 @@ class TestTraining:
         runs.train(lab, candidate(lab), seed=7)
         [process] = processes.started
         folder = lab.experiment(CANDIDATE)
-        assert lab.path in process["hidden"]
+        corpus, cache = (lab.path.parent / name for name in ("corpus", "cache"))
+        assert {lab.path, corpus, cache} <= {*process["hidden"]}
         assert process["readable"] == [lab.path / "baseline", lab.path / "data", lab.path / "code"]
         assert process["writable"] == [folder / "work-seed-7", folder / "cache"]
         assert process["cwd"] == folder / "work-seed-7"
@@ -465,7 +466,7 @@ def test_the_judge_is_shown_where_the_baseline_stands(lab: Lab, monkeypatch: pyt
     assert first["baseline"].nats is None
     assert second["baseline"].nats.tolist() == [1.0, 1.0, 1.0]
     assert third["baseline"].nats is None, "the baseline has not run with seed 2"
-    assert second["hidden"] == [lab.path]
+    assert second["hidden"] == [lab.path, *(lab.path.parent / name for name in ("corpus", "cache"))]
     assert second["tree"] == lab.path / "code"
     assert second["cache"] == lab.experiment(0) / "cache", "that of a candidate may hold anything"
     _, targets = second["questions"].read(np.arange(second["questions"].count))

@@ -12,6 +12,7 @@ from tiny_runs import make_config
 
 from gptlab.config.errors import UserError
 from gptlab.data.prepare import PreparedData, prepare
+from gptlab.lab.experiments import folder as folder_module
 from gptlab.lab.experiments.folder import Lab, has_stand_in, require_validation_text
 from gptlab.lab.run_list import list_runs
 
@@ -64,6 +65,41 @@ def test_other_places_of_the_users_configuration_are_not_the_labs(lab: Lab) -> N
     assert values["data.cache_dir"] is None
     assert values["eval.at_end"] is False
     assert lab.run_config(1, 257).data.source == (str(lab.path / "data" / "tokens"),)
+
+
+@pytest.mark.parametrize(
+    ("sources", "hidden", "shown"),
+    [
+        (["stdlib"], [], ["stdlib"]),
+        (["notes", "fineweb-edu"], ["notes", "far.txt"], []),
+        (["notes/a.txt"], ["notes/a.txt"], []),
+        (["notes/*.txt", "missing"], ["notes/a.txt", "notes/b.txt", "notes/link.txt"], []),
+        (["python/..", "notes"], ["notes", "far.txt"], ["python/.."]),
+    ],
+)
+def test_where_the_validation_text_comes_from(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], hidden: list[str], shown: list[str]
+) -> None:
+    """Paths are to be hidden, unless Python would be hidden with them. A corpus by name is in the cache."""
+    for name in ("far.txt", "notes/a.txt", "notes/b.txt", "python/bin/python"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    (tmp_path / "notes/link.txt").symlink_to(tmp_path / "far.txt")
+    monkeypatch.setattr("sys.prefix", str(tmp_path / "python"))
+    names = {"stdlib", "fineweb-edu"}
+    given = [source if source in names else str(tmp_path / source) for source in sources]
+    corpus = {"data.source": given[:1], "data.val_source": given[1:], "data.cache_dir": None}
+    found, read = replace(lab, settings=replace(lab.settings, corpus=corpus)).texts()
+    assert {*map(Path.resolve, found)} == {(tmp_path / name).resolve() for name in hidden}
+    assert read == [given[sources.index(source)] for source in shown]
+
+
+def test_of_very_many_files_the_folders_are_hidden(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_module, "MOST_FILES", 2)
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("text")
+    corpus = {"data.source": [f"{tmp_path}/*.txt"], "data.val_source": [], "data.cache_dir": None}
+    assert replace(lab, settings=replace(lab.settings, corpus=corpus)).texts() == ([tmp_path], [])
 
 
 def test_a_folder_that_is_not_free_is_refused(lab: Lab) -> None:
