@@ -19,7 +19,7 @@ from gptlab.lab.judge import audits
 from gptlab.lab.judge.audits import check_time, unchanged
 from gptlab.lab.judge.rules import Rule, RuleError
 from gptlab.lab.judge.supervise import Finished, supervise, why_not_isolated
-from gptlab.lab.judge.tree_rules import check_fields, check_tree
+from gptlab.lab.judge.tree_rules import check_change, check_fields, read_change
 
 needs_namespaces = pytest.mark.skipif(
     sys.platform != "linux" or why_not_isolated() is not None, reason="this machine gives users no namespaces"
@@ -356,7 +356,7 @@ def test_patching_what_judges_and_counts(name: str, base: Path, tree: Path) -> N
     path = tree / "gptlab" / file
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    refused("protected", lambda: check_tree(base, tree))
+    refused("protected", lambda: check_change(read_change(base, tree)))
 
 
 NOISE = random.Random(0).randbytes(40_000)
@@ -379,13 +379,13 @@ SHIPPED: dict[str, tuple[str, str]] = {
 def test_shipping_weights_with_the_code(name: str, base: Path, tree: Path) -> None:
     file, content = SHIPPED[name]
     (tree / "gptlab" / file).write_text(content + "\n")
-    refused("shipped-data", lambda: check_tree(base, tree))
+    refused("shipped-data", lambda: check_change(read_change(base, tree)))
 
 
 def test_links_in_the_tree(base: Path, tree: Path) -> None:
     (tree / "gptlab/model/head.py").unlink()
     (tree / "gptlab/model/head.py").symlink_to(base / "gptlab/model/head.py")
-    refused("tree", lambda: check_tree(base, tree))
+    refused("tree", lambda: check_change(read_change(base, tree)))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from gptlab.lab.experiments.same_program import same_program
 from gptlab.lab.judge.audits import check_time, unchanged
 from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import why_not_isolated
-from gptlab.lab.judge.tree_rules import check_fields, check_tree, check_values
+from gptlab.lab.judge.tree_rules import check_change, check_fields, check_values, read_change
 from gptlab.lab.racing import RaceRules, decide, level_of_next, seed_order
 from gptlab.lab.statistics import paired_difference
 from gptlab.runtime.files.plain_file import write_json_atomic, write_text_atomic
@@ -114,9 +114,7 @@ def time_baseline(lab: Lab, number: int, say: Say) -> None:
         start = time.monotonic() - began
         seconds = time_alone(process, max_seconds=BASELINE_SECONDS)
     steps = settings.steps or require_positive_steps((settings.seconds or 0.0) / seconds)
-    lab.ledger.append(
-        "timed", experiment=number, speed=1.0, step_seconds=seconds, steps=steps, start_seconds=start
-    )  # fmt: skip
+    lab.ledger.append("timed", experiment=number, speed=1.0, step_seconds=seconds, steps=steps, start_seconds=start)
     say(f"the baseline trains {steps:,} steps of {seconds * 1000:,.1f} ms")
 
 
@@ -202,7 +200,9 @@ def _require_lawful(lab: Lab, number: int) -> Ruling | None:
         return None
     base = variant_of(lab, experiments[one.against], experiments).code
     tree = lab.experiment(number) / "tree"
-    (lab.experiment(number) / "changes.patch").write_text(check_tree(base, tree), encoding="utf-8")
+    change = read_change(base, tree)
+    (lab.experiment(number) / "changes.patch").write_text(change.patch, encoding="utf-8")  # all that stays if invalid
+    check_change(change)
     if not one.fields and same_program(base, tree, one.files):
         return Ruling("no-op", "only comments, docstrings or layout changed")
     return None

@@ -15,7 +15,7 @@ import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gptlab.config.errors import ConfigError, UserError, cannot
 from gptlab.config.load import apply_overrides, checked_value, leaf_fields
@@ -75,18 +75,40 @@ MAX_LITERAL_ITEMS = 128
 """Constants in one list, tuple, set, dictionary or call: gptlab's longest is a table of 118."""
 
 
-def check_tree(base: Path, changed: Path) -> str:
-    """The change from the package in `base`/gptlab to that in `changed`/gptlab: a unified diff that `git apply` takes,
-    with paths from the folder that holds gptlab/. Nothing beside gptlab/ is taken.
+class Change(NamedTuple):
+    """From one package to another."""
 
-    RuleError (tree, protected, shipped-data) for one that no proposal may make; UserError where `base` cannot be read.
+    before: dict[str, bytes]
+    """{path below gptlab/: content}"""
+    after: dict[str, bytes]
+
+    @property
+    def names(self) -> list[str]:
+        """The files that differ, sorted."""
+        names = {*self.before, *self.after}
+        return sorted(name for name in names if self.before.get(name) != self.after.get(name))
+
+    @property
+    def patch(self) -> str:
+        """A unified diff that `git apply` takes, with paths from the folder that holds gptlab/."""
+        return "".join(_diff(name, self.before.get(name), self.after.get(name)) for name in self.names)
+
+
+def read_change(base: Path, changed: Path) -> Change:
+    """From the package in `base`/gptlab to that in `changed`/gptlab. Nothing beside gptlab/ is taken.
+
+    RuleError (tree, shipped-data) for what is not read; UserError where `base` cannot be read.
     """
     try:
         before = read_package(base)
     except RuleError as broken:
         raise UserError(f"the baseline's code in {base} cannot be used: {broken.what}") from None
-    after = read_package(changed)
-    names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+    return Change(before, read_package(changed))
+
+
+def check_change(change: Change) -> None:
+    """RuleError (tree, protected, shipped-data) for one that no proposal may make."""
+    before, after, names = change.before, change.after, change.names
     for name in names:
         for part, why in PROTECTED.items():
             if name == part or (part.endswith("/") and name.startswith(part)):
@@ -94,11 +116,9 @@ def check_tree(base: Path, changed: Path) -> str:
     for name in names:
         if name in after:
             _check_source(name, after[name], before.get(name, b""))
-    patch = "".join(_diff(name, before.get(name), after.get(name)) for name in names)
-    added = "".join(line[1:] for line in _lines(patch) if line[0] == "+" and line[:4] != "+++ ")
+    added = "".join(line[1:] for line in _lines(change.patch) if line[0] == "+" and line[:4] != "+++ ")
     if (size := len(zlib.compress(added.encode(), 9))) > MAX_ADDED_BYTES:
         raise RuleError("shipped-data", f"the added lines are {size:,} bytes compressed, more than {MAX_ADDED_BYTES:,}")
-    return patch
 
 
 def check_fields(names: Iterable[str]) -> None:
@@ -190,17 +210,17 @@ def _lines(text: str) -> list[str]:
 
 
 def _diff(name: str, before: bytes | None, after: bytes | None) -> str:
-    """In the form that `git apply` takes. A file that is not UTF-8 cannot be changed, only removed: it is named."""
-    try:
-        old, new = (_lines((content or b"").decode()) for content in (before, after))
-    except UnicodeDecodeError:
-        return f"Binary files a/gptlab/{name} and /dev/null differ\n"
-    if not (old or new):  # A file that comes or goes, and has no line that could say so.
-        change = "new" if before is None else "deleted"
-        return f"diff --git a/gptlab/{name} b/gptlab/{name}\n{change} file mode 100644\n"
+    """In the form that `git apply` takes. A file that is not UTF-8, which no proposal may add or change, is named."""
     sides = (
         "/dev/null" if before is None else f"a/gptlab/{name}",
         "/dev/null" if after is None else f"b/gptlab/{name}",
     )
+    try:
+        old, new = (_lines((content or b"").decode()) for content in (before, after))
+    except UnicodeDecodeError:
+        return f"Binary files {sides[0]} and {sides[1]} differ\n"
+    if not (old or new):  # A file that comes or goes, and has no line that could say so.
+        change = "new" if before is None else "deleted"
+        return f"diff --git a/gptlab/{name} b/gptlab/{name}\n{change} file mode 100644\n"
     lines = difflib.unified_diff(old, new, *sides)
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

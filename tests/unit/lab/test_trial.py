@@ -399,6 +399,7 @@ class TestCode:
         tree = self.changed(lab, tmp_path, "eval/bits_per_byte.py", "def evaluate(", "BETTER = 1\n\n\ndef evaluate(")
         verdict = tried(lab, tree=tree)
         assert (verdict["verdict"], verdict["rule"]) == ("invalid", "protected")
+        assert "+BETTER = 1" in (lab.experiment(2) / "changes.patch").read_text()
 
     def test_a_file_name_that_is_not_utf_8(self, lab: Lab, tmp_path: Path) -> None:
         tree = Path(shutil.copytree(lab.path / "code", tmp_path / "tree"))

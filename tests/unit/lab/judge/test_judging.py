@@ -25,7 +25,7 @@ from gptlab.lab.judge.judging import Baseline, _copy_of, _stage, check_config, j
 from gptlab.lab.judge.protocol import Answer, Draw
 from gptlab.lab.judge.rules import RuleError
 from gptlab.lab.judge.supervise import Limits, candidate_environment, copy_compiled, supervise
-from gptlab.lab.judge.tree_rules import check_tree
+from gptlab.lab.judge.tree_rules import check_change, read_change
 from gptlab.lab.removals import judge_leftovers
 from gptlab.lab.run_record import read_run
 from gptlab.model.gpt import build_model
@@ -204,7 +204,9 @@ def test_a_proposal_from_its_code_to_its_verdict(name: str, texts: Path, tmp_pat
     runs.mkdir()
 
     def verdict() -> None:
-        assert f"+++ b/gptlab/{file}" in check_tree(ROOT, changed)
+        change = read_change(ROOT, changed)
+        check_change(change)
+        assert change.names == [file]
         copy_package(changed, tree)
         argv = [sys.executable, "-m", "gptlab", "train", *arguments(texts, "x", FIELDS | {"run_dir": runs / "run"})]
         finished = supervise(

@@ -12,7 +12,7 @@ from gptlab.config.errors import UserError
 from gptlab.config.load import config_to_json, flatten
 from gptlab.config.run import RunConfig
 from gptlab.lab.judge.rules import RuleError
-from gptlab.lab.judge.tree_rules import FIXED_FIELDS, PROTECTED, check_fields, check_tree
+from gptlab.lab.judge.tree_rules import FIXED_FIELDS, PROTECTED, check_change, check_fields, read_change
 
 FILES = {
     "__init__.py": "",
@@ -44,7 +44,9 @@ def test_the_diff_leads_from_one_to_the_other(tmp_path: Path) -> None:
     (changed / "gptlab/model/__pycache__").mkdir()
     (changed / "gptlab/model/__pycache__/gpt.pyc").write_text("other code")
     (changed / "sitecustomize.py").write_text("import os")
-    patch = check_tree(base, changed)
+    change = read_change(base, changed)
+    check_change(change)
+    patch = change.patch
     (tmp_path / "change.patch").write_text(patch, newline="")
     subprocess.run(["git", "apply", "../change.patch"], cwd=base, check=True)
     assert {name: (base / "gptlab" / name).read_bytes().decode() for name in after} == after
@@ -56,25 +58,27 @@ def test_the_diff_leads_from_one_to_the_other(tmp_path: Path) -> None:
 
 
 def test_equal_trees_have_no_diff(tmp_path: Path) -> None:
-    assert check_tree(write(tmp_path / "base", FILES), write(tmp_path / "changed", FILES)) == ""
+    assert read_change(write(tmp_path / "base", FILES), write(tmp_path / "changed", FILES)).patch == ""
 
 
 def test_trees_that_are_none(tmp_path: Path) -> None:
     base = write(tmp_path / "base", FILES)
     with pytest.raises(RuleError, match="holds no package"):
-        check_tree(base, tmp_path)
+        check_change(read_change(base, tmp_path))
     with pytest.raises(UserError, match="the baseline's code"):
-        check_tree(tmp_path, base)
+        check_change(read_change(tmp_path, base))
     with pytest.raises(RuleError, match="not Python"):
-        check_tree(base, write(tmp_path / "changed", FILES | {"model/gpt.py": "def f(:\n"}))
+        check_change(read_change(base, write(tmp_path / "changed", FILES | {"model/gpt.py": "def f(:\n"})))
 
 
 def test_a_large_literal_that_was_there_may_stay(tmp_path: Path) -> None:
     table = f"T = {list(range(300))}\n"
     base = write(tmp_path / "base", FILES | {"model/gpt.py": table})
-    assert check_tree(base, write(tmp_path / "changed", FILES | {"model/gpt.py": f"{table}U = 1\n"}))
+    check_change(read_change(base, write(tmp_path / "changed", FILES | {"model/gpt.py": f"{table}U = 1\n"})))
     with pytest.raises(RuleError, match="line 1 has an expression of 300 constants"):
-        check_tree(base, write(tmp_path / "other", FILES | {"model/gpt.py": table.replace("299", "300")}))
+        check_change(
+            read_change(base, write(tmp_path / "other", FILES | {"model/gpt.py": table.replace("299", "300")}))
+        )
 
 
 def test_the_tables_name_what_exists() -> None:
