@@ -19,12 +19,11 @@ import io
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,7 +63,7 @@ class CodeSnapshot:
     commit: str | None
     """None: the package is not part of a repository, or there is no git."""
     dirty: bool | None
-    """Whether the package differs from the commit; None without one."""
+    """Whether the package differs from the commit, or cannot be compared with it; None without one."""
     fingerprint: str
     """SHA-256 over the names and bytes of the package's files, whatever git says of them."""
     files: Mapping[str, bytes]
@@ -133,13 +132,10 @@ def provenance(
 def take_code(package: Path) -> CodeSnapshot:
     """The code in `package` as it is now."""
     sources = _sources(package)
-    commit, dirty = git_state(package)
-    files: dict[str, bytes] = {}
-    if dirty and (patch := _patch(package)) is not None:
-        files = {PATCH_NAME: patch}
-    elif dirty is not False:
-        files = {ZIP_NAME: _zipped(package.name, sources)}
-    return CodeSnapshot(commit, dirty, _fingerprint(sources), files)
+    commit = _commit(package)
+    patch = None if commit is None else _patch(package, sources)
+    files = {ZIP_NAME: _zipped(package.name, sources)} if patch is None else {PATCH_NAME: patch} if patch else {}
+    return CodeSnapshot(commit, None if commit is None else bool(files), _fingerprint(sources), files)
 
 
 def code_fingerprint(package: Path) -> str:
@@ -165,35 +161,41 @@ def _sources(package: Path) -> dict[str, bytes]:
     return dict(sorted(found.items()))
 
 
-def git_state(package: Path) -> tuple[str | None, bool | None]:
-    """The commit of the tree that holds `package`, and whether the package differs from it.
-
-    Both None if the package is not part of a repository; a package merely installed below one (in its .venv) is not.
-    """
+def _commit(package: Path) -> str | None:
+    """The commit of the tree that holds `package`; None if it is not part of a repository. A package merely installed
+    below one (in its .venv) is not."""
     tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
-    if not tracked or (commit := _git(package, "rev-parse", "HEAD")) is None:
-        return None, None
-    changes = _git(package, "status", "--porcelain", "--", ".")
-    return commit.decode().strip(), None if changes is None else bool(changes)
+    commit = _git(package, "rev-parse", "HEAD") if tracked else None
+    return None if commit is None else commit.decode().strip()
 
 
-def _patch(package: Path) -> bytes | None:
+def _patch(package: Path, sources: Iterable[str]) -> bytes | None:
     """What `git apply` must do to the commit, new and binary files included; None if git fails.
 
-    A diff shows new files only if the index names them. A copy of the index does, so that the user's stays as it is.
-    The options undo whatever a user's configuration does to diffs.
+    A diff shows new files only if the index names them. One of its own does, which is the commit's otherwise: no file
+    is passed over because it is ignored, or because the user's index says that it has not changed. The options undo
+    whatever a user's configuration does to diffs.
     """
-    index = _git(package, "rev-parse", "--git-path", "index")
-    if index is None:
-        return None
     with tempfile.TemporaryDirectory(prefix="gptlab-") as folder, suppress(OSError):
-        copy = shutil.copyfile(package / os.fsdecode(index.strip()), Path(folder, "index"))
-        if _git(package, "add", "--intent-to-add", "--", ".", GIT_INDEX_FILE=str(copy)) is None:
+        own = {"GIT_INDEX_FILE": str(Path(folder, "index"))}
+        wanted = {os.fsencode(name) for name in sources}
+
+        def missing() -> set[bytes]:
+            return wanted.difference((_git(package, "ls-files", "-z", **own) or b"").split(b"\0"))
+
+        if _git(package, "read-tree", "HEAD", **own) is None:
             return None
+        if new := missing():
+            names = Path(folder, "names")
+            names.write_bytes(b"\0".join(new))
+            named = f"--pathspec-from-file={names}", "--pathspec-file-nul"
+            _git(package, "--literal-pathspecs", "add", "--force", "--intent-to-add", *named, **own)
+            if missing():  # as where a repository is inside of the package
+                return None
         return _git(
-            package, "-c", "diff.relative=false", "diff", "--binary", "--full-index", "--unified=3", "--no-color",
-            "--no-ext-diff", "--no-textconv", "--no-renames", "--src-prefix=a/", "--dst-prefix=b/", "HEAD", "--", ".",
-            GIT_INDEX_FILE=str(copy),
+            package, "-c", "diff.relative=false", "-c", "core.fsmonitor=false", "diff", "--binary", "--full-index",
+            "--unified=3", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--src-prefix=a/",
+            "--dst-prefix=b/", "HEAD", "--", ".", **own,
         )  # fmt: skip
     return None
 

@@ -117,6 +117,41 @@ class TestCode:
         assert tree(tmp_path / "clone" / "code" / "gptlab") == tree(package)
         assert take_code(tmp_path / "clone" / "code" / "gptlab").fingerprint == code.fingerprint
 
+    @pytest.mark.parametrize(
+        "config", [{}, {"status.showUntrackedFiles": "no", "core.splitIndex": "true", "core.excludesFile": "mine"}],
+        ids=["plain", "configured"],
+    )  # fmt: skip
+    def test_what_git_passes_over_is_part_of_what_ran(
+        self, repository: Path, tmp_path: Path, config: dict[str, str]
+    ) -> None:
+        """Ignored files, files that the user's index calls unchanged, and one that it has no more."""
+        package = repository / "code" / "gptlab"
+        (repository / "mine").write_text("*.new\n")
+        (repository / ".git" / "info" / "exclude").write_text("local_*.py\nbuild/\n")
+        for name, value in config.items():
+            git(repository, "config", name, value)
+        git(repository, "update-index", "--assume-unchanged", "code/gptlab/config/run.py")
+        git(repository, "update-index", "--skip-worktree", "code/gptlab/config/model.py")
+        git(repository, "rm", "-q", "--cached", "code/gptlab/cli/main.py")
+        assert take_code(package).dirty is False
+        for name in ("local_x.py", "build/x.py", "data/x.new", "[a]*.py", "config/run.py", "config/model.py"):
+            (package / name).parent.mkdir(exist_ok=True)
+            (package / name).write_text("x = 1\n")
+        code = take_code(package)
+        assert (code.dirty, set(code.files)) == (True, {PATCH_NAME})
+        (tmp_path / PATCH_NAME).write_bytes(code.files[PATCH_NAME])
+        git(tmp_path, "clone", "-q", str(repository), "clone")
+        git(tmp_path / "clone", "apply", str(tmp_path / PATCH_NAME))
+        assert tree(tmp_path / "clone" / "code" / "gptlab") == tree(package)
+
+    def test_with_a_repository_inside_the_package_itself_is_kept(self, repository: Path, tmp_path: Path) -> None:
+        package = repository / "code" / "gptlab"
+        git(tmp_path, "init", "-q", str(package / "inner"))
+        (package / "inner" / "x.py").write_text("x = 1\n")
+        code = take_code(package)
+        assert (code.commit, code.dirty) == (git(repository, "rev-parse", "HEAD"), True)
+        assert "gptlab/inner/x.py" in zipfile.ZipFile(io.BytesIO(code.files[ZIP_NAME])).namelist()
+
     def test_from_a_linked_worktree(self, repository: Path, tmp_path: Path) -> None:
         git(repository, "worktree", "add", "-q", str(tmp_path / "linked"))
         package = tmp_path / "linked" / "code" / "gptlab"

@@ -26,9 +26,8 @@ from gptlab.runtime.hardware import cpu
 from gptlab.runtime.hardware.cpu import cpu_model
 from gptlab.runtime.hardware.peak import Peak
 from gptlab.runtime.hardware.place import Place
-from gptlab.runtime.records import provenance as provenance_module
 from gptlab.runtime.records import run_directory as run_directory_module
-from gptlab.runtime.records.provenance import CodeSnapshot, git_state, provenance
+from gptlab.runtime.records.provenance import CodeSnapshot, provenance, take_code
 from gptlab.runtime.records.run_directory import RunDirectory, default_run_path, write_json_atomic
 
 CONFIG = {"schema_version": 1, "seed": 3}
@@ -340,24 +339,24 @@ def test_git_state_of_the_package_and_of_nothing_else(tmp_path: Path, monkeypatc
     package.mkdir()
     (package / "__init__.py").touch()
     unknown = (None, None)
+
+    def state() -> tuple[str | None, bool | None]:
+        code = take_code(package)
+        return code.commit, code.dirty
+
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert git_state(package) == unknown
+    assert state() == unknown
     git(tmp_path, "init", "-q")
-    assert git_state(package) == unknown  # installed below somebody's repository, not part of it
+    assert state() == unknown  # installed below somebody's repository, not part of it
     git(tmp_path, "add", "package")
     git(tmp_path, "commit", "-q", "-m", "one")
     commit = git(tmp_path, "rev-parse", "HEAD")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as inside a hook of another repository
-    assert git_state(package) == (commit, False)
+    assert state() == (commit, False)
     (tmp_path / "notes.txt").touch()  # outside the package: the code is still that of the commit
-    assert git_state(package) == (commit, False)
+    assert state() == (commit, False)
     (package / "new.py").touch()
-    assert git_state(package) == (commit, True)
-
-
-def test_no_git_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert git_state(Path(provenance_module.__file__).parent) == (None, None)
+    assert state() == (commit, True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other platforms give other reasons")
