@@ -42,6 +42,26 @@ MUTATIONS = [
         ["test_tree_rules.py::test_the_diff_leads_from_one_to_the_other"],
     ),
     Mutation(
+        "nothing is kept of code that is invalid", "lab/experiments/trial.py",
+        """    (lab.experiment(number) / "changes.patch").write_text(change.patch, encoding="utf-8")  # all that stays if invalid
+    check_change(change)
+""",
+        """    check_change(change)
+    (lab.experiment(number) / "changes.patch").write_text(change.patch, encoding="utf-8")
+""",
+        ["test_trial.py::TestCode::test_the_judge_cannot_be_changed"],
+    ),
+    Mutation(
+        "a candidate may read the text that the corpus was made of", "lab/experiments/runs.py",
+        "*texts_in_cache(), *lab.texts()[0]]", "*texts_in_cache()]",
+        ["test_experiment_runs.py::TestTraining::test_it_sees_training_data_and_code_and_no_secrets"],
+    ),
+    Mutation(
+        "files that are linked in a corpus can be read", "lab/experiments/folder.py",
+        "places + [path for path in linked if path.is_file()]", "places",
+        ["test_lab_folder.py::test_where_the_validation_text_comes_from"],
+    ),
+    Mutation(
         "children that nobody waited for cost nothing", "lab/judge/guard.py",
         "max(_reaped_seconds() + self._alive_seconds(alive), sum(self._cpu.values()))",
         "_reaped_seconds() + self._alive_seconds(alive)",

@@ -313,9 +313,14 @@ MUTATIONS = [
     # --- provenance
     Mutation(
         "new files are not in the patch", "runtime/records/provenance.py",
-        '_git(package, "add", "--intent-to-add", "--", ".", GIT_INDEX_FILE=str(copy)) is None', "False",
+        "if new := missing():", "if new := set():",
         ["test_provenance.py::TestCode::test_commit_and_patch_give_exactly_what_ran"],
         ["The script reads its own code"],
+    ),
+    Mutation(
+        "ignored files are not in the patch", "runtime/records/provenance.py",
+        '"add", "--force", "--intent-to-add"', '"add", "--intent-to-add"',
+        ["test_provenance.py::TestCode::test_what_git_passes_over_is_part_of_what_ran"],
     ),
     Mutation(
         "the code is not kept", "runtime/records/provenance.py",
