@@ -105,10 +105,13 @@ def _built(folder: Path, build: Callable[[Path], dict[str, Any]], what: str, con
     with cannot(f"keep the {what} in {folder.parent} (set GPTLAB_CACHE to another folder)"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder, what, console):  # while this process waited, another one may have built it
-            if folder.exists() and (reason := damage(folder)) is not None:
+            if os.path.lexists(folder) and (reason := damage(folder)) is not None:
                 if console is not None:
                     console.warn(f"damaged {what} in {folder} ({reason}): made again")
-                shutil.rmtree(folder)
+                if folder.is_dir() and not folder.is_symlink():
+                    shutil.rmtree(folder)
+                else:
+                    folder.unlink()  # a link's target stays
             if not folder.exists():
                 _build(folder, build)
     return read_info(folder)

@@ -231,6 +231,29 @@ def test_damaged_tokens_are_noticed_named_and_made_again(texts: Path, kind: str)
     assert {path.name: path.read_bytes() for path in again.folder.iterdir()} == files
 
 
+@pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a file"])
+def test_tokens_whose_folder_is_none_are_made_again(texts: Path, tmp_path: Path, kind: str) -> None:
+    """Whoever keeps them on another disk has a link."""
+    good = prepare(config(texts), BYTE)
+    files = {path.name: path.read_bytes() for path in good.folder.iterdir()}
+    far = good.folder.rename(tmp_path / "far")
+    if kind == "a file":
+        good.folder.touch()
+    else:
+        good.folder.symlink_to(far)
+        assert prepare(config(texts), BYTE).folder == good.folder
+        assert good.folder.is_symlink()
+        flipped(2000)(far / "train_000000.bin")
+    if kind == "a link to nothing":
+        far.rename(tmp_path / "farther")
+    shown = io.StringIO()
+    with Console(stream=shown) as console:
+        again = prepare(config(texts), BYTE, console=console)
+    assert f"damaged tokens of {texts} in {good.folder} (" in shown.getvalue()
+    assert {path.name: path.read_bytes() for path in again.folder.iterdir()} == files
+    assert far.exists() == (kind != "a link to nothing"), "what a link leads to is not the cache's"
+
+
 @pytest.mark.parametrize("name", ["row_segments.npy", "segment_starts.npy", "segment_lengths.npy"])
 def test_a_damaged_packing_is_planned_again(texts: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptlab.data.rows.KEPT_DOCUMENTS", 1)
