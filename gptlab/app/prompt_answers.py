@@ -37,8 +37,9 @@ class Answers:
     """The state between two questions: the model, and the text that it writes."""
 
     def __init__(self) -> None:
-        self._loaded: tuple[tuple[str, ...], LoadedRun] | None = None
-        """With the folder and its newest checkpoint: a run that trains has others later."""
+        self._loaded: tuple[tuple[object, ...], LoadedRun] | None = None
+        """With the folder and its newest checkpoint: a run that trains has others later, and so has one that was
+        deleted and trained anew."""
         self._tokens: Iterator[DrawnToken] = iter(())
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -48,8 +49,7 @@ class Answers:
 
     def _begin(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         self._tokens = iter(())
-        checkpoints = list_checkpoints(Path(asked["run"], "checkpoints"))
-        which = (str(asked["run"]), *(path.name for path in checkpoints[-1:]))
+        which = str(asked["run"]), *map(_identity, list_checkpoints(Path(asked["run"], "checkpoints"))[-1:])
         if self._loaded is None or self._loaded[0] != which:
             self._loaded = None  # frees its memory before the next one takes any
             self._loaded = which, load_run(asked["run"], console=Console(stream=sys.stderr))
@@ -75,6 +75,12 @@ class Answers:
             "probability": token.probability,
             "alternatives": [[_name(piece), probability] for piece, probability in token.alternatives],
         }
+
+
+def _identity(checkpoint: Path) -> tuple[object, ...]:
+    """What another checkpoint of the same name has not."""
+    status = checkpoint.stat()
+    return checkpoint.name, status.st_ino, status.st_mtime_ns
 
 
 def _name(piece: bytes) -> str:

@@ -96,6 +96,20 @@ def test_the_newest_checkpoint_answers(run: Path, tmp_path: Path) -> None:
     assert answers.answer({"run": str(training), **ASKED}) == {"step": 12}
 
 
+def test_a_run_that_was_trained_anew_in_its_folder_answers(run: Path, tmp_path: Path) -> None:
+    """Its newest checkpoint has the name of the one before."""
+    again = shutil.copytree(run, tmp_path / "again")
+    answers, fresh = Answers(), Answers()
+    answers.answer({"run": str(again), **ASKED})
+    before = tokens(answers)
+    shutil.rmtree(again)
+    shutil.copytree(train(run.parent, "other", sample__prompts=(), seed=99), again)
+    for one in (answers, fresh):
+        assert one.answer({"run": str(again), **ASKED}) == {"step": 12}
+    assert before != (now := tokens(answers))
+    assert now == tokens(fresh)
+
+
 def test_what_cannot_be_loaded_is_one_line(run: Path, tmp_path: Path) -> None:
     answers = Answers()
     with pytest.raises(UserError, match="there is no run folder"):
