@@ -14,6 +14,10 @@ Position = Literal["rope", "learned"]
 Activation = Literal["relu2", "gelu", "gelu_tanh"]
 Init = Literal["nanochat", "gpt2", "torch"]
 
+# Kernels for bfloat16 and PyTorch's operations compute tanh as 1 - 2 / (1 + exp(2 x / cap)), to 1e-7 of the cap. With
+# a cap of 1e8 no logit is left, and the loss is that of a guess (docs/LOG.md, 2026-11-29).
+_Softcap = Annotated[Positive[float], Limit(lambda cap: cap <= 1e4, "loses logits to rounding: none is off", 1e4)]
+
 _MOST = {
     "n_layer": 10_000, "n_embd": 2**20, "n_head": 2**20, "n_kv_head": 2**20, "seq_len": 2**30, "vocab_size": 2**31 - 1,
     "vocab_multiple": 2**31 - 1, "mlp_ratio": 1024, "window_tokens": 2**30,
@@ -75,7 +79,7 @@ class ModelConfig:
     """Two learned scalars per layer: x = residual_lambda * x + x0_lambda * x0 (x0: the normalized embedding)."""
     embedding_norm: bool = True
     """Normalize right after the embedding."""
-    logit_softcap: Positive[float] | None = 15.0
+    logit_softcap: _Softcap | None = 15.0
     """cap * tanh(logits / cap). None: off."""
     attention_residual_scale: float | None = None
     """Constant on the attention branch (modded-nanogpt: 1/sqrt(2 n_layer)). None: 1."""
