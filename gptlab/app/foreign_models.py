@@ -210,6 +210,10 @@ def modelling_source() -> str:
     return (resources.files("gptlab.model.interop") / f"{MODELLING_MODULE}.py").read_text(encoding="utf-8")
 
 
+_PROMPT = "The "
+"""Of the example in a model's card."""
+
+
 def model_card(run: LoadedRun, form: Form, *, n_params: int) -> str:
     """README.md in the form that the Hugging Face hub reads. It shows only the last part of a path: others read it."""
     model, bos = run.config.model, run.tokenizer.bos_id
@@ -230,6 +234,7 @@ def model_card(run: LoadedRun, form: Form, *, n_params: int) -> str:
         notes.append("transformers drops characters that the vocabulary does not have, without a word.")
     notes.append("`gptlab import hf` makes a gptlab run of this folder again, with the same weights.")
     listed = "\n".join(f"- {note}" for note in notes)
+    room = model.seq_len - len(run.tokenizer.encode(_PROMPT)) - (bos is not None)
     return f"""\
 ---
 library_name: transformers
@@ -250,8 +255,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "."  # this one
 model = AutoModelForCausalLM.from_pretrained(folder{trust})
 tokenizer = AutoTokenizer.from_pretrained(folder{trust})
-inputs = tokenizer("The ", return_tensors="pt")
-outputs = model.generate(**inputs, max_new_tokens=40)
+inputs = tokenizer("{_PROMPT}", return_tensors="pt")
+outputs = model.generate(**inputs, max_new_tokens={max(1, min(40, room))})
 print(tokenizer.decode(outputs[0], skip_special_tokens=True))
 ```
 

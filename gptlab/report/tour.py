@@ -95,8 +95,8 @@ def values_of(facts: RunFacts, *, ascii: bool) -> dict[str, str]:
     fate, saved = dict(token_fate(facts)), newest_saved(record.directory.checkpoints_path)
     tokenizer = load_tokenizer(record.directory.tokenizer_path)
     prompt = next(iter(facts.samples()), "")
-    tokens = _tokens(prompt or _FALLBACK_TEXT, tokenizer)
     field = partial(_field, facts)
+    tokens = _tokens(prompt or _FALLBACK_TEXT, tokenizer, begins=field("data.rows") == "packed")
     layers, source = counted(record.fields.get("model.n_layer"), "layer"), field("data.source")
     mfu, speed = _finite(number(record.summary.get("mfu_percent"))), _ratio(reached.tokens, reached.seconds)
     flops, curve = _ratio(reached.flops, reached.tokens), bpb_curve(facts, ascii=ascii)
@@ -177,11 +177,11 @@ def _bytes_per_token(corpus: Any) -> str:
     return f"On average a token stands for {known[0] / known[1]:.2f} bytes." if all(known) else ""
 
 
-def _tokens(text: str, tokenizer: Tokenizer) -> list[tuple[int, str]]:
-    """(id, its bytes as text) of the beginning of `text`, with BOS where rows begin with it."""
+def _tokens(text: str, tokenizer: Tokenizer, *, begins: bool) -> list[tuple[int, str]]:
+    """(id, its bytes as text) of the beginning of `text`, after BOS where it `begins` a row."""
     ids = [int(one) for one in tokenizer.encode(text)[:_SHOWN_TOKENS]]
     found = [(one, _visible(tokenizer.decode_bytes([one]))) for one in ids]
-    return found if tokenizer.bos_id is None else [(tokenizer.bos_id, "BOS"), *found]
+    return [(tokenizer.bos_id, "BOS"), *found] if begins and tokenizer.bos_id is not None else found
 
 
 def _row(texts: Sequence[str]) -> str:
@@ -311,8 +311,8 @@ def _evaluation(facts: RunFacts) -> str:
         )
     bits = last.loss / math.log(2)
     return (
-        f"After step {last.step:,}: {last.loss:.4f} nats a token, divided by ln 2, are {bits:.3f} bits; a token "
-        f"stands for {bits / last.bpb:.3f} bytes, which makes {last.bpb:.4f} bits per byte."
+        f"After step {last.step:,}: {last.loss:.4f} nats a token, which are {bits:.3f} bits (divided by ln 2), and "
+        f"{last.bpb:.4f} bits per byte."
     )
 
 

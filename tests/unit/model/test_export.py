@@ -586,6 +586,7 @@ class TestCommand:
         best = min((line for line in evals if line["kind"] == "eval" and line["step"] > 0), key=lambda e: e["val_loss"])
         assert f"{best['val_bpb']:.4f} bits per byte" in card
         assert f"step {best['step']}" in card
+        assert "max_new_tokens=27)" in card, "32 positions hold BOS, four bytes of the prompt, and what is generated"
         assert str(tmp_path.parent) not in card, "folders are named by their last part"
         assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["hf"], "nothing temporary is left"
         tensors = load_file(tmp_path / "deep" / "hf" / "model.safetensors")

@@ -86,7 +86,7 @@ def test_it_has_the_numbers_of_the_run(tmp_path: Path, monkeypatch: pytest.Monke
         "layer 0, 1",
         "input   BOS  a  b  ·  c",
         "target  a    b  ·  c  d",
-        "3.0000 nats a token, divided by ln 2, are 4.328 bits; a token stands for 1.443 bytes",
+        "3.0000 nats a token, which are 4.328 bits (divided by ln 2), and 3.0000 bits per byte",
         "ab cd, and so on",
         "Each of the 256 bytes is a token.",
     ):
@@ -102,6 +102,11 @@ def test_a_line_of_every_30_steps_is_no_first_and_no_last_step(tmp_path: Path) -
     page = " ".join(tour(read_facts(run)).split())
     assert "Step 30 had a loss of 3.0000" in page
     assert "40 steps took 80 s, 500 tokens a second. A token costs 12k floating-point operations" in page
+
+
+def test_rows_that_do_not_begin_with_bos(tmp_path: Path) -> None:
+    page = " ".join(tour(read_facts(trained(tmp_path / "run", data__rows="random"))).split())
+    assert "input a b · c" in page
 
 
 def test_without_samples_it_shows_the_tokens_of_an_example(tmp_path: Path) -> None:
