@@ -106,10 +106,11 @@ def _changed(command: str, drawing: Drawing, values: dict[str, int]) -> tuple[Dr
         value: Any = value_from_text(SETTINGS[name][0], text, f"/{name}")
         if name == "top_k":
             value = value or None  # as --top-k 0
+        least = {"samples": 1, "max_tokens": 1, "seed": 0}.get(name)
+        if least is not None and value < least:
+            raise UserError(f"/{name} {value}: must not be below {least}")
         if name not in values:
             drawing = replace(drawing, **{name: value})
-        elif value < (name == "samples"):
-            raise UserError(f"/{name} {value}: must not be below {int(name == 'samples')}")
         else:
             values = values | {name: value}
     print(f"{name} {_shown(getattr(drawing, name, values.get(name)))}")

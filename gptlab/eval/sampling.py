@@ -212,11 +212,12 @@ def validation_prompts(split: TokenSplit, tokenizer: Tokenizer, count: int) -> t
 def _places(split: TokenSplit, count: int) -> Iterator[tuple[int, int, bool]]:
     """(first token, end of its document, whether it is inside of it), enough of them that some may give no prompt."""
     order = np.argsort(split.content_hashes, kind="stable")[: 4 * count]
-    per_document = -(-count // max(1, len(order)))
-    for part in range(per_document):
-        for document in order.tolist():
-            start, end = int(split.document_starts[document]), int(split.document_starts[document + 1])
-            yield start + (end - start) * part // per_document, end, part > 0
+    parts = -(-count // max(1, len(order)))
+    for per_document in (parts, 4 * parts):
+        for part in range(per_document):
+            for document in order.tolist():
+                start, end = int(split.document_starts[document]), int(split.document_starts[document + 1])
+                yield start + (end - start) * part // per_document, end, part > 0
 
 
 def _front(text: str) -> str:

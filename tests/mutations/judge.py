@@ -43,12 +43,7 @@ MUTATIONS = [
     ),
     Mutation(
         "nothing is kept of code that is invalid", "lab/experiments/trial.py",
-        """    (lab.experiment(number) / "changes.patch").write_text(change.patch, encoding="utf-8")  # all that stays if invalid
-    check_change(change)
-""",
-        """    check_change(change)
-    (lab.experiment(number) / "changes.patch").write_text(change.patch, encoding="utf-8")
-""",
+        '    (lab.experiment(number) / "changes.patch").write_text(', '    check_change(change), str(',
         ["test_trial.py::TestCode::test_the_judge_cannot_be_changed"],
     ),
     Mutation(

@@ -196,7 +196,7 @@ def read_documents(file: DocumentFile, text_column: str, skipped: Counter[str], 
     if file.suffix in TEXT_SUFFIXES or not file.suffix:
         return _read_text(file, skipped, digest)
     name, packing = (file.path.stem, file.path.suffix) if is_packed(file.path) else (file.path.name, "")
-    advice = f"text of another kind: rename it to {name}.txt{packing}"
+    advice = f"if it is text, rename it to {name}.txt{packing}"
     kind = file.suffix.removesuffix(packing.lower())
     if kind == ".json":
         advice = "make it JSONL, one JSON object a line"
@@ -298,7 +298,7 @@ def _read_parquet(path: Path, column: str, skipped: Counter[str], digest: hashli
     with _open_parquet(path, column) as parquet:
         try:
             for batch in parquet.iter_batches(batch_size=PARQUET_BATCH_ROWS, columns=[column]):
-                for text in batch.column(0).to_pylist():
+                for text in batch.column(column).to_pylist():
                     if text is None:
                         skipped["null"] += 1
                     else:

@@ -343,8 +343,8 @@ def _split_small(documents: list[tuple[int, str]], limit: int, name: str) -> Ite
     keys = {key for key, _ in documents}
     if len(keys) < 2:
         raise UserError(
-            f"{name}: split=hash needs two different documents, and all {len(documents)} are the same; use --data.split"
-            " tail, which validates on text that trains too"
+            f"{name}: split=hash needs two different documents, and all {len(documents)} are the same; --data.split "
+            "tail (gptlab data: --split tail) validates on text that trains too"
         )
     none_validate = min(keys) >= limit
     chosen = min(keys) if none_validate else max(keys)

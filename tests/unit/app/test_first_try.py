@@ -59,7 +59,10 @@ def test_two_documents_are_divided_by_their_hashes_and_copies_of_one_are_refused
     (tmp_path / "two.jsonl").write_text('{"text": "one"}\n{"text": "other"}\n')
     assert prepared(tmp_path / "two.jsonl").split == "hash"
     (tmp_path / "two.jsonl").write_text('{"text": "one"}\n{"text": "one"}\n')
-    with pytest.raises(UserError, match=r"all 2 are the same; use --data\.split tail, which validates on text that tr"):
+    with pytest.raises(
+        UserError,
+        match=r"all 2 are the same; --data\.split tail \(gptlab data: --split tail\) validates on text that tr",
+    ):
         prepared(tmp_path / "two.jsonl")
 
 
@@ -155,6 +158,13 @@ def test_prompts_are_pieces_of_the_validation_text(texts: list[str], count: int)
     assert 1 <= len(prompts) == len(set(prompts)) <= count
     assert all(len(prompt) <= PROMPT_CHARACTERS and prompt == prompt.rstrip() for prompt in prompts)
     assert all(any(prompt in text for text in texts) for prompt in prompts)
+
+
+def test_of_one_long_text_there_are_as_many_as_are_asked_for() -> None:
+    """Where some of its places give none, as between two lines far apart, or the same one as others."""
+    text = ("the same line\n" * 3 + "".join(f"line {i} of many\n" for i in range(10))) * 9 + "x" * 900
+    text += "".join(f"{i} is another\n" for i in range(60))
+    assert len(validation_prompts(*split_of([text]), 30)) == 30
 
 
 def test_prompts_end_with_a_line_or_else_with_a_word_or_else_with_a_character() -> None:

@@ -77,6 +77,7 @@ class TestInteractive:
             ("/temprature 1", "nearest: /temperature"),
             ("/top_p 2", "(0, 1]"),
             ("/samples 0", "below"),
+            ("/max_tokens 0", "below"),
             ("/x", "/help"),
         ],
     )

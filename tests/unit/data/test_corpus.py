@@ -525,3 +525,5 @@ def test_a_parquet_column_is_that_of_exactly_its_name(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", **{"text.de": ["ja"], "text": ["yes"], "Text": ["YES"]})
     for column, expected in {"text": "yes", "text.de": "ja", "Text": "YES"}.items():
         assert documents(path, text_column=column) == [expected]
+    path = write_parquet(tmp_path / "b.parquet", **{"meta": [{"text": "inner"}], "meta.text": ["outer"]})
+    assert documents(path, text_column="meta.text") == ["outer"]
