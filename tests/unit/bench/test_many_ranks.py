@@ -116,8 +116,8 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 
 def test_the_table_of_the_docs_is_what_the_command_prints() -> None:
-    """Its first row of each strategy, to 20%: kernels and buckets change more often than sizes, and a step of FSDP2
-    holds 17% more with torch 2.12 than with 2.11, 2.13 and 2.14."""
+    """Its first row of each strategy; sharded weights to 20%, since a step of FSDP2 holds 17% more with torch 2.12 than
+    with 2.11, 2.13 and 2.14."""
     config = apply_overrides(configure("nanochat", depth=12), {"batch.micro_sequences": 1})
     for row in rows([config], [8], gpu_gb=80.0):
         ranks, strategy = row.plan.ranks, row.plan.strategy
@@ -127,7 +127,8 @@ def test_the_table_of_the_docs_is_what_the_command_prints() -> None:
         assert found is not None
         for documented, counted in zip(found[0].strip("| ").split(" | "), row.cells(), strict=True):
             one, other = number(documented), number(counted)
-            assert one == other if isinstance(other, str) else one == pytest.approx(other, rel=0.2)
+            within = 0.2 if strategy in ("fsdp", "hsdp") else 0.01
+            assert one == other if isinstance(other, str) else one == pytest.approx(other, rel=within)
 
 
 def number(cell: str) -> float | str:
