@@ -52,6 +52,11 @@ MUTATIONS = [
         ["test_experiment_runs.py::TestTraining::test_it_sees_training_data_and_code_and_no_secrets"],
     ),
     Mutation(
+        "a timing may look for the validation text", "lab/experiments/runs.py",
+        "if opened := running.finish().opened:", "if opened := ():",
+        ["test_experiment_runs.py::TestTraining::test_a_timing_that_failed_for_an_empty_decoy_broke_a_rule"],
+    ),
+    Mutation(
         "files that are linked in a corpus can be read", "lab/experiments/folder.py",
         "places + [path for path in linked if path.is_file()]", "places",
         ["test_lab_folder.py::test_where_the_validation_text_comes_from"],

@@ -48,7 +48,7 @@ def promote(lab: Lab, number: int | None, *, seeds: int, depth: int | None, say:
         sizes = (_at_depth(lab, 0, depth), _at_depth(lab, number, depth))
         try:
             _time(lab, *sizes, say)
-        except ProcessFailedError as error:
+        except (ProcessFailedError, RuleError) as error:
             raise UserError(f"steps at depth {depth} cannot be timed: {error}") from None
         answers.append(_promote(lab, number, sizes, depth, seeds, say))
     return answers

@@ -269,7 +269,8 @@ def steps_of(
 ) -> Iterator[StepProcess]:
     """Within the context, a process that makes steps of the variant when it is asked. Its schedule is that of a run of
     `steps` steps. `run_seconds`: of the baseline's run. What takes much longer for one step can make none in its time.
-    `place`: the folder of the experiment that is timed; None: that of the variant.
+    `place`: the folder of the experiment that is timed; None: that of the variant. RuleError at the end, whatever else
+    went wrong, where it opened a hidden file.
     """
     own = lab.experiment(variant.number)
     for folder in (own, place or own):
@@ -284,7 +285,12 @@ def steps_of(
     limit = limits(2 * START_SECONDS)
     try:
         with printed_to(log, limit) as printed, start(argv, **process, limits=limit, stderr=printed) as running:
-            yield StepProcess(running, printed, max(_start_seconds(lab), longest), longest)
+            try:
+                yield StepProcess(running, printed, max(_start_seconds(lab), longest), longest)
+            finally:
+                running.stop()
+                if opened := running.finish().opened:  # also where that made it fail: a decoy is empty
+                    raise RuleError("private-files", f"the timing of its steps opened {', '.join(opened)}")
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

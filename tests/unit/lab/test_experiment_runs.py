@@ -55,13 +55,20 @@ def candidate(lab: Lab) -> Variant:
 class Processes:
     """In the place of `supervise`: notes what is started, and ends as it is told."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, exit_code: int = 0, *, timed_out: bool = False) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        exit_code: int = 0,
+        *,
+        timed_out: bool = False,
+        opened: tuple[str, ...] = (),
+    ) -> None:
         self.started: list[dict[str, Any]] = []
         self.leave: Callable[[dict[str, Any]], object] = lambda process: None
         """What the process does in its folders."""
         monkeypatch.setattr(runs, "supervise", self._supervise)
         monkeypatch.setattr(runs, "start", self._start)
-        self._ended = Finished(exit_code, 1.0, 1.0, 2**20, "wall_seconds" if timed_out else None, (), ())
+        self._ended = Finished(exit_code, 1.0, 1.0, 2**20, "wall_seconds" if timed_out else None, (), opened)
 
     def _supervise(self, argv: list[str], *, log: Path, **process: Any) -> Finished:
         self.started.append({"argv": argv, **process})
@@ -75,9 +82,9 @@ class Processes:
         return self._ended
 
     @contextmanager
-    def _start(self, argv: list[str], **process: Any) -> Iterator[None]:
+    def _start(self, argv: list[str], **process: Any) -> Iterator[Any]:
         self.started.append({"argv": argv, **process})
-        yield
+        yield SimpleNamespace(stop=lambda: None, finish=lambda: self._ended)
         self.leave(process)
 
 
@@ -207,6 +214,14 @@ class TestTraining:
         left = {path.name for path in lab.experiment(CANDIDATE).rglob("*") if path.is_file()}
         of_seeds = {f"seed-{seed}.{kind}" for seed in (7, 8) for kind in ("json", "log")}
         assert left <= {"overrides.json", "run.json", "again-for-9.log", "timing.log"} | of_seeds
+
+    def test_a_timing_that_failed_for_an_empty_decoy_broke_a_rule(
+        self, lab: Lab, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Processes(monkeypatch, opened=("val.txt",))
+        broken = pytest.raises(RuleError, match=r"the timing of its steps opened val\.txt")
+        with broken, runs.steps_of(lab, candidate(lab), steps=80):
+            raise ProcessFailedError("IndexError")
 
     def test_what_it_compiles_for_its_timing_is_kept_where_runs_are_compiled(
         self, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -396,7 +411,10 @@ class TestTraining:
         lab.ledger.append("timed", experiment=0, speed=1.0, step_seconds=0.1, steps=100, start_seconds=start)
         monkeypatch.setattr(runs, "_is_compiled", lambda lab: compiled)
         asked, (read, write) = [], os.pipe()
-        answers = SimpleNamespace(stdin=SimpleNamespace(write=asked.append), stdout=os.fdopen(read, "rb", buffering=0))
+        answers = SimpleNamespace(
+            stdin=SimpleNamespace(write=asked.append), stdout=os.fdopen(read, "rb", buffering=0),
+            stop=lambda: None, finish=lambda: SimpleNamespace(opened=()),
+        )  # fmt: skip
         monkeypatch.setattr(runs, "start", lambda argv, **process: nullcontext(answers))
         waits: list[float] = []
         monkeypatch.setattr(equal_time, "select", lambda *given: waits.append(given[3]) or given[:3])
