@@ -21,7 +21,7 @@ def autoresearch(*, depth: int = 8, horizon: Horizon = minutes(5)) -> RunConfig:
     """autoresearch: five minutes on the clock, depth 8.
 
     Long documents are cut where autoresearch crops them (`data.long_documents`), so that no token is lost. The clock
-    excludes compilation; autoresearch instead excludes the first ten steps.
+    excludes compilation; autoresearch instead excludes the first eleven steps.
     """
     model = model_for_depth(depth, aspect=64, head_dim=128, vocab_size=VOCAB_SIZE, seq_len=2048)
     return RunConfig(
