@@ -20,6 +20,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from gptlab.config.errors import UserError, cannot
 from gptlab.config.load import apply_overrides, config_from_json, config_to_json, flatten
 from gptlab.config.run import CheckpointConfig, DataConfig, EvalConfig, RunConfig, SampleConfig
 from gptlab.config.scaling import Machine
+from gptlab.data.corpus.corpus_files import folder_files
 from gptlab.data.corpus.documents import STDLIB, from_anywhere
 from gptlab.data.prepare import PreparedData
 from gptlab.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -162,7 +164,12 @@ class Lab:
         values = self.baseline_config() | dict(self.settings.corpus)
         sources = [*values["data.source"], *values["data.val_source"]]
         found = {source: _places_of(source) for source in sources if os.path.isabs(source)}
-        shown = [source for source, paths in found.items() if any(map(_has_python, paths))]
+        library, python = Path(sysconfig.get_path("stdlib")).resolve(), _python()
+        resolved = {source: [path.resolve() for path in paths] for source, paths in found.items()}
+        shown = [
+            source for source, paths in resolved.items()
+            if any(path in python or path.is_relative_to(library) for path in paths)
+        ]  # fmt: skip
         hidden = [path for source, paths in found.items() if source not in shown for path in paths]
         if (cache := values["data.cache_dir"]) is not None and os.path.isdir(cache):
             hidden.append(Path(cache))
@@ -233,21 +240,30 @@ def _corpus(config: RunConfig) -> dict[str, Any]:
 
 
 def _places_of(source: str) -> list[Path]:
-    """The files and folders of a path or a glob, and files that are linked there: of very many, their folders."""
-    places = [Path(source)]
-    if not places[0].exists():
-        places = [path for path in map(Path, glob.glob(source, recursive=True)) if path.is_file()]
+    """The files and folders of a path or a glob, and the files that are linked there: of very many, their folders.
+    Those that this user cannot look at are left out, since no candidate can."""
+    places = [source]
+    if not os.path.exists(source):
+        places = [path for path in glob.glob(source, recursive=True) if os.path.isfile(path)]
+    for place in filter(os.path.isdir, [*places]):
+        with suppress(UserError):  # a folder in it cannot be listed
+            places += [os.path.realpath(file.path) for file in folder_files(Path(place))[0] if file.path.is_symlink()]
     if len(places) > MOST_FILES:
-        places = list({place.parent for place in places})
-    linked = [path for place in places if place.is_dir() for path in place.rglob("*") if path.is_symlink()]
-    return places + [path for path in linked if path.is_file()]
+        places = list({place if os.path.isdir(place) else os.path.dirname(place) for place in places})
+    return [Path(place) for place in places if os.path.exists(place)]
 
 
-def _has_python(place: Path) -> bool:
-    """Whether a process that does not see `place` has no Python, or another one."""
-    place, library = place.resolve(), Path(sysconfig.get_path("stdlib")).resolve()
-    parts = (Path(part).resolve() for part in (sys.prefix, sys.base_prefix, *sys.path))
-    return place.is_relative_to(library) or any(part.is_relative_to(place) for part in parts)
+def _python() -> set[Path]:
+    """Where the running Python and its packages are, and all folders that hold them."""
+    parts = {
+        sys.executable,
+        sys.prefix,
+        sys.base_prefix,
+        str(Path(np.__file__).parent),
+        *sysconfig.get_paths().values(),
+    }
+    found = {Path(part).resolve() for part in parts}
+    return {folder for part in found for folder in (part, *part.parents)}
 
 
 def has_stand_in(data: DataConfig) -> bool:

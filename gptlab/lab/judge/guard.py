@@ -42,6 +42,7 @@ _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 24, 36, 38
 _IN_OPEN, _IN_ISDIR = 0x20, 0x40000000
+_OF_THE_KERNEL = "/proc/sys", "/proc/irq", "/proc/bus", "/proc/sysrq-trigger"  # root's settings, which root may write
 
 
 def main() -> int:
@@ -62,8 +63,7 @@ def main() -> int:
     except OSError as error:
         os.write(report, json.dumps({"error": str(error)}).encode())
         return 1
-    init = os.fork()
-    if init == 0:
+    if (init := os.fork()) == 0:
         os._exit(_reported(spec, report, life, libc))
     for descriptor in (0, 1, 2, report):
         os.close(descriptor)
@@ -137,38 +137,42 @@ def _confine(spec: dict[str, Any], libc: ctypes.CDLL) -> _Watch:
         _ok(libc.syscall(ctypes.c_long(_SYS_MOUNT_SETATTR), *arguments), f"read-only {path}")
 
     mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    writable = list(spec["writable"])
     # By descriptor, since some are inside of what is hidden.
-    shown = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in [*spec["readable"], *writable]]
+    shown = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in [*spec["readable"], *spec["writable"]]]
     size = f"size={spec['limits']['output_bytes']},mode=0700"
     watch = _Watch(_ok(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC), "inotify"))
-    mount("none", spec["temporary"], "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=0700")
-    for number, path in enumerate(spec["hidden"]):
+    temporary, own = spec["temporary"], [path for path in ("/dev/shm",) if os.path.isdir(path)]
+    for path, data in ((temporary, "size=1m,mode=0700"), *((path, size) for path in own)):
+        mount("none", path, "tmpfs", _MS_NOSUID | _MS_NODEV, data)
+    hidden = [path for path in spec["hidden"] if os.path.exists(path)]  # others were in what is empty now
+    for number, path in enumerate(hidden):
         if os.path.isdir(path):
             names = _tree_of(path)
             mount("none", path, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=16m,mode=0700")
             for name, is_folder in names:
                 _make(os.path.join(path, name), is_folder)
         else:
-            decoy = os.path.join(spec["temporary"], str(number))
+            decoy = os.path.join(temporary, str(number))
             _make(decoy, False)
             mount(decoy, path, None, _MS_BIND)
     for path, descriptor in shown:
         _make(path, os.path.isdir(f"/proc/self/fd/{descriptor}"))
         mount(f"/proc/self/fd/{descriptor}", path, None, _MS_BIND | _MS_REC)
         os.close(descriptor)
+    _make(temporary, True)
     read_only("/", True)
-    for path in (spec["temporary"], "/dev/shm"):
-        if os.path.isdir(path):
-            mount("none", path, "tmpfs", _MS_NOSUID | _MS_NODEV, size)
-    for path in filter(os.path.isdir, spec["hidden"]):  # whoever writes a decoy is found, and nothing of it stays
+    mount("none", temporary, "tmpfs", _MS_NOSUID | _MS_NODEV, size)
+    for path in (*own, *filter(os.path.isdir, hidden)):  # whoever writes a decoy is found, and nothing of it stays
         read_only(path, False, recursive=0)
-    for path in writable:
+    for path in spec["writable"]:
         read_only(path, False)
     mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV)
-    inside = [path for path, _ in shown]
-    for path in spec["hidden"]:
-        for place in (path, *(os.path.join(path, name) for name, is_folder in _tree_of(path, inside) if is_folder)):
+    for path in filter(os.path.exists, _OF_THE_KERNEL):
+        mount(path, path, None, _MS_BIND)
+        read_only(path, True)
+    for path in hidden:
+        found = _tree_of(path, [temporary, *(shown_path for shown_path, _ in shown)])
+        for place in (path, *(os.path.join(path, name) for name, is_folder in found if is_folder)):
             number = _ok(libc.inotify_add_watch(watch.descriptor, place.encode(), _IN_OPEN), f"watch {place}")
             watch.paths[number] = place
     return watch

@@ -244,7 +244,8 @@ def candidate_environment(tree: Path, cache: Path) -> dict[str, str]:
     """The variables of a process that runs the code in `tree`, with its compiled code in `cache`: few of the lab's own,
     none of its secrets. Training and answers get the same, so that they compute on the same device."""
     passed_on = {name: value for name, value in os.environ.items() if _PASSED_ON.fullmatch(name)}
-    return passed_on | {"PYTHONPATH": str(tree), "GPTLAB_CACHE": str(cache)}
+    # git's own file may be among what is hidden, if the corpus is a home folder.
+    return passed_on | {"PYTHONPATH": str(tree), "GPTLAB_CACHE": str(cache), "GIT_CONFIG_GLOBAL": os.devnull}
 
 
 def copy_compiled(cache: Path, copy: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,7 +86,12 @@ def test_where_the_validation_text_comes_from(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("text")
     (tmp_path / "notes/link.txt").symlink_to(tmp_path / "far.txt")
+    (tmp_path / "notes/.venv").mkdir()
+    (tmp_path / "notes/.venv/python").symlink_to(sys.executable)  # not read, and not to be hidden
     monkeypatch.setattr("sys.prefix", str(tmp_path / "python"))
+    # An editable install has a name there that is no path, and `python -m gptlab` the current folder.
+    monkeypatch.chdir(tmp_path / "notes")
+    monkeypatch.setattr("sys.path", ["__editable__.gptlab.finder", str(tmp_path / "notes"), *sys.path])
     names = {"stdlib", "fineweb-edu"}
     given = [source if source in names else str(tmp_path / source) for source in sources]
     corpus = {"data.source": given[:1], "data.val_source": given[1:], "data.cache_dir": None}

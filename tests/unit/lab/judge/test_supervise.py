@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from dataclasses import asdict, replace
@@ -253,6 +254,37 @@ def test_a_hidden_file(tmp_path: Path) -> None:
         finished = run(tmp_path, program.format(opens=opens), isolate=True, hidden=[tmp_path / "secret"])
         assert (finished.exit_code, finished.opened) == (0, (str(tmp_path / "secret"),) * opens)
     assert (tmp_path / "log.txt").read_text() == "''\n"
+
+
+@pytest.mark.skipif(True not in BOTH_WAYS, reason="this machine gives users no namespaces")
+def test_a_temporary_file_where_the_corpus_is_the_folder_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    program = "import tempfile\ntempfile.TemporaryFile(dir=__import__('os').environ['TMPDIR']).close()\nprint('made')"
+    (tmp_path / "lab").mkdir()
+    finished = run(tmp_path / "lab", program, isolate=True, hidden=[tmp_path], writable=[tmp_path / "lab"])
+    assert (finished.exit_code, finished.opened) == (0, ())
+
+
+@pytest.mark.skipif(True not in BOTH_WAYS or not os.access("/dev/shm", os.W_OK), reason="not on this machine")
+def test_what_is_in_shared_memory_is_hidden_and_shown_there_too(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        corpus, shown = Path(folder, "corpus"), Path(folder, "lab")
+        for path in (corpus, shown):
+            path.mkdir()
+            (path / "text").write_text("content")
+        program = f"import os\nprint(os.path.exists({str(corpus / 'text')!r}), open({str(shown / 'text')!r}).read())"
+        finished = run(tmp_path, program, isolate=True, hidden=[corpus], readable=[shown])
+    assert (tmp_path / "log.txt").read_text() == "False content\n"
+    assert (finished.exit_code, finished.opened) == (0, ())
+
+
+@pytest.mark.skipif(True not in BOTH_WAYS, reason="this machine gives users no namespaces")
+def test_the_kernels_settings_cannot_be_written(tmp_path: Path) -> None:
+    """Those of root are open to root, with or without capabilities."""
+    run(tmp_path, "open('/proc/sys/kernel/core_pattern', 'r+')", isolate=True)
+    assert "OSError: [Errno 30] Read-only file system" in (tmp_path / "log.txt").read_text() or os.getuid() != 0
 
 
 def test_of_many_files_those_near_the_root_have_decoys(tmp_path: Path) -> None:
