@@ -58,7 +58,7 @@ MUTATIONS = [
     ),
     Mutation(
         "files that are linked in a corpus can be read", "lab/experiments/folder.py",
-        "places + [path for path in linked if path.is_file()]", "places",
+        "for place in filter(os.path.isdir, [*places]):", "for place in ():",
         ["test_lab_folder.py::test_where_the_validation_text_comes_from"],
     ),
     Mutation(

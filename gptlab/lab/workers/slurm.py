@@ -3,6 +3,7 @@ is preempted, or whose time is over, is queued again and continues: nothing but 
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -65,16 +66,17 @@ def submit_workers(
         executor.update_parameters(**named)
         with executor.batch():
             return [executor.submit(Worker(command)) for _ in range(workers)]
-    except (NameError, RuntimeError, TypeError, ValueError, OSError) as error:
+    except (AssertionError, NameError, RuntimeError, TypeError, ValueError, OSError) as error:  # submitit asserts types
         raise UserError(f"the jobs cannot be submitted: {one_line(error)}") from None
 
 
 def read_options(words: Sequence[str]) -> dict[str, Any]:
-    """{name: value} of `partition=gpu gpus_per_node=1`; whole numbers as such. UserError for a word without `=`."""
+    """{name: value} of `partition=gpu gpus_per_node=1`; numbers as such. UserError for a word without `=`."""
     options: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not (name and equals):
             raise UserError(f"--slurm {word}: give NAME=VALUE, such as partition=gpu or timeout_min=480")
-        options[name.replace("-", "_")] = int(value) if value.isdecimal() else value
+        number = float(value) if re.fullmatch(r"\d+\.\d+", value) else value
+        options[name.replace("-", "_")] = int(value) if value.isdecimal() else number
     return options

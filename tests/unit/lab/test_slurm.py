@@ -60,8 +60,9 @@ def test_the_signal_for_the_job_does_not_end_the_worker() -> None:
 
 
 def test_options() -> None:
-    words = ("partition=gpu", "gpus-per-node=1", "timeout_min=480", "comment=a=b")
-    assert read_options(words) == {"partition": "gpu", "gpus_per_node": 1, "timeout_min": 480, "comment": "a=b"}
+    words = ("partition=gpu", "gpus-per-node=1", "timeout_min=480", "mem_gb=4.5", "comment=a=b")
+    numbers = {"gpus_per_node": 1, "timeout_min": 480, "mem_gb": 4.5}
+    assert read_options(words) == {"partition": "gpu", **numbers, "comment": "a=b"}
     with pytest.raises(UserError, match="--slurm gpu: give NAME=VALUE"):
         read_options(["gpu"])
 
@@ -95,6 +96,11 @@ def test_the_command_submits_itself(
     }  # fmt: skip
     assert (workers, options) == (3, {"partition": "gpu"})
     assert "job 17" in capsys.readouterr().out
+
+
+def test_an_option_of_another_type_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"the jobs cannot be submitted: .*timeout_min"):
+        submit_workers(["true"], 1, logs=tmp_path, options={"timeout_min": "08:00:00"}, cluster="local")
 
 
 def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
