@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gptlab.data.packing import IGNORED
 from gptlab.data.rows import RowSource
+from gptlab.runtime.processes.one_thread import OneThread
 
 PREFETCHED_STEPS = 3
 # Small steps are made further ahead, so that the thread wakes once for several: at each step it cost training 0.5 ms of
@@ -70,7 +71,7 @@ class Loader(AbstractContextManager["Loader"]):
         self._device = torch.device(device)
         self._rank, self._world_size, self._fill = rank, world_size, fill
         self._next_step = 0
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: OneThread | None = None
         self._ahead: deque[Future[StepBatch]] = deque()  # steps from the next one on
         self._limit = PREFETCHED_STEPS
         self._copies: torch.cuda.Stream | None = None
@@ -158,7 +159,7 @@ class Loader(AbstractContextManager["Loader"]):
     def _make_ahead(self) -> None:
         """Have the thread make steps until `_limit` are made or under way."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="gptlab-loader")
+            self._thread = OneThread("gptlab-loader")
         for step in range(self._next_step + len(self._ahead), self._next_step + self._limit):
             self._ahead.append(self._thread.submit(self.make, step))
 

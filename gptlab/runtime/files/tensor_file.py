@@ -14,7 +14,6 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
 from itertools import accumulate
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gptlab.runtime.files.plain_file import flush_to_disk, open_plain, parse_json
+from gptlab.runtime.processes.one_thread import OneThread
 
 # The names of the safetensors specification for the types that torch has.
 DTYPES: dict[str, torch.dtype] = {
@@ -77,7 +77,7 @@ def write_tensors(
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header = _header(ordered, metadata)
     digest = hashlib.sha256(header)
-    with path.open("xb") as file, ThreadPoolExecutor(max_workers=1) as hasher:
+    with path.open("xb") as file, OneThread("gptlab-hash") as hasher:
         file.write(header)
         for _, tensor in ordered:
             data = _raw(tensor.detach().to("cpu").contiguous())
@@ -112,7 +112,7 @@ def read_tensors(path: Path, expected: FileRecord, into: Mapping[str, Tensor] | 
     that memory cannot hold (a sparse file can claim a terabyte without using any disk).
     """
     tensors = {}
-    with open_plain(path) as file, ThreadPoolExecutor(max_workers=1) as hasher:
+    with open_plain(path) as file, OneThread("gptlab-hash") as hasher:
         _require_size(file, expected)
         header, layout = _read_header(file, expected.size_bytes)
         if into is not None:

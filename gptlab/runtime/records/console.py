@@ -183,12 +183,14 @@ class Console(AbstractContextManager["Console"]):
         thread = threading.Thread(target=draw, name="gptlab-busy", daemon=True)
         self.settle()
         self._bar(description, None, "")
-        thread.start()
+        with suppress(RuntimeError):  # the system has no thread to give
+            thread.start()
         try:
             yield
         finally:
             over.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
             self.settle()
 
     @contextmanager

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import gptlab
 from gptlab.runtime.hardware.cpu import cpu_model
+from gptlab.runtime.processes.one_thread import OneThread
 
 if TYPE_CHECKING:
     from gptlab.runtime.hardware.place import Place
@@ -92,7 +93,7 @@ def begin_evidence() -> Future[Evidence]:
 
     Call it first of all: the sooner, the surer that the files are those that this process imports.
     """
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gptlab-evidence")
+    thread = OneThread("gptlab-evidence")
     evidence = thread.submit(take_evidence, dict(os.environ))
     thread.shutdown(wait=False)
     return evidence

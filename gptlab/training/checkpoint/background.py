@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gptlab.config.errors import UserError
 from gptlab.runtime.hardware.device import synchronize
+from gptlab.runtime.processes.one_thread import OneThread, run_now
 from gptlab.training.checkpoint.format import CheckpointError, TensorSlice
 from gptlab.training.checkpoint.saver import CheckpointSaver, Request, RunOutput
 from gptlab.training.checkpoint.write import begin_save, complete_save, remove_tree, write_part
@@ -43,7 +44,7 @@ AT_WORK, WRITTEN, FAILED = 0, 1, 2
 class BackgroundSaver:
     """The thread that writes snapshots, and host memory for them that is allocated once and used for every one."""
 
-    def __init__(self, device: torch.device, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, device: torch.device, thread: OneThread) -> None:
         """`device`: where most of the tensors are. Copies from a CUDA device go to pinned memory, all at once without
         a wait in between; its allocator rounds each tensor up to a power of two."""
         self._device, self._thread = device, thread
@@ -113,16 +114,6 @@ def first_problem(problems: Sequence[str | None]) -> str | None:
     return next(reported, None)
 
 
-def run_now(work: Callable[[], T]) -> Future[T]:
-    """The result of `work`, done before this returns."""
-    future: Future[T] = Future()
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
-    return future
-
-
 def _problem(work: Future[Any]) -> str | None:
     """What the file system refused, once the work is done; any other error is raised."""
     try:
@@ -137,7 +128,7 @@ def concurrent_saver(
     output: RunOutput, about_run: dict[str, Any], device: torch.device | None
 ) -> Iterator[ConcurrentSaver]:
     """`device`: where the state is; None if training waits for every save."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="gptlab-save") as thread:  # its end is waited for
+    with OneThread("gptlab-save") as thread:  # its end is waited for
         yield ConcurrentSaver(
             **vars(output), about_run=about_run, background=None if device is None else BackgroundSaver(device, thread)
         )
