@@ -369,7 +369,7 @@ def test_folders_that_cannot_be_are_refused(gpt2: Gpt2, tmp_path: Path) -> None:
         assert named in line, line
     assert not trace.exists()
     assert not (tmp_path / "run").exists()
-    assert "there is hf, nanogpt" in refusal("gguf", "x", "y")
+    assert "there are hf, nanogpt" in refusal("gguf", "x", "y")
 
 
 class ModelHub(LocalHub):
