@@ -80,8 +80,8 @@ def new_lab(path: Path, request: RunRequest, asked: Sequence[str], console: Cons
     lab = create(path, config, data, settings, measured[-1] if measured else None)
     if shown := lab.texts()[1]:
         console.warn(
-            f"candidates' code could read the validation text in {', '.join(shown)}, where their Python is too: to try "
-            "code that you do not trust, give another text with --data"
+            f"candidate code can read the validation text from {', '.join(shown)}, because Python itself is there; to "
+            "try code that you do not trust, choose another text with --data"
         )
     return lab
 

@@ -38,8 +38,8 @@ class Answers:
 
     def __init__(self) -> None:
         self._loaded: tuple[tuple[object, ...], LoadedRun] | None = None
-        """With the folder and its newest checkpoint: a run that trains has others later, and so has one that was
-        deleted and trained anew."""
+        """With the run's folder and the identity of its newest checkpoint, which changes when the run trains on, or is
+        trained again in the same folder."""
         self._tokens: Iterator[DrawnToken] = iter(())
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -78,7 +78,7 @@ class Answers:
 
 
 def _identity(checkpoint: Path) -> tuple[object, ...]:
-    """What another checkpoint of the same name has not."""
+    """Differs between two checkpoints of the same name."""
     status = checkpoint.stat()
     return checkpoint.name, status.st_ino, status.st_mtime_ns
 

@@ -16,7 +16,9 @@ Init = Literal["nanochat", "gpt2", "torch"]
 
 # Kernels for bfloat16 and PyTorch's operations compute tanh as 1 - 2 / (1 + exp(2 x / cap)), to 1e-7 of the cap. With
 # a cap of 1e8 no logit is left, and the loss is that of a guess (docs/LOG.md, 2026-11-29).
-_Softcap = Annotated[Positive[float], Limit(lambda cap: cap <= 1e4, "loses logits to rounding: none is off", 1e4)]
+_Softcap = Annotated[
+    Positive[float], Limit(lambda cap: cap <= 1e4, "must be 1e4 or less: a larger one loses logits to rounding", 1e4)
+]
 
 _MOST = {
     "n_layer": 10_000, "n_embd": 2**20, "n_head": 2**20, "n_kv_head": 2**20, "seq_len": 2**30, "vocab_size": 2**31 - 1,

@@ -210,7 +210,7 @@ class Matrix(NamedTuple):
 
     @property
     def weight(self) -> Tensor:
-        """(rows, cols). Looked up anew: `model.to()` and copies give a parameter other memory."""
+        """(rows, cols). Taken from the parameter at each step: `model.to()` and `copy.deepcopy` move its data."""
         return self.parameter.detach().narrow(0, self.first_row, len(self.momentum))
 
     @property

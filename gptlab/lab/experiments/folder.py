@@ -48,7 +48,7 @@ At = Literal["time", "steps", "tokens", "flops"]
 
 BLOCK_TOKENS = 1 << 22
 MOST_FILES = 1_000
-"""Of a glob that are hidden one by one: each is a mount, and a watch of which Linux gives a user 8,192 or more."""
+"""Files of a corpus that are hidden one by one: each is a mount and a watch, of which a user has 8,192 or more."""
 STAND_IN_TOKENS = 65_536
 """Of the training text, in the place of validation text that candidates may not see. Nothing is measured on it."""
 
@@ -241,7 +241,7 @@ def _corpus(config: RunConfig) -> dict[str, Any]:
 
 def _places_of(source: str) -> list[Path]:
     """The files and folders of a path or a glob, and the files that are linked there: of very many, their folders.
-    Those that this user cannot look at are left out, since no candidate can."""
+    Places that this user cannot access are left out, since no candidate can access them."""
     places = [source]
     if not os.path.exists(source):
         places = [path for path in glob.glob(source, recursive=True) if os.path.isfile(path)]

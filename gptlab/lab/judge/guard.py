@@ -42,7 +42,7 @@ _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x
 _SYS_MOUNT_SETATTR, _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 24, 36, 38
 _IN_OPEN, _IN_ISDIR = 0x20, 0x40000000
-_OF_THE_KERNEL = "/proc/sys", "/proc/irq", "/proc/bus", "/proc/sysrq-trigger"  # root's settings, which root may write
+_OF_THE_KERNEL = "/proc/sys", "/proc/irq", "/proc/bus", "/proc/sysrq-trigger"  # root could write settings there
 
 
 def main() -> int:

@@ -21,7 +21,9 @@ class OneThread(ThreadPoolExecutor):
         if not self._is_refused:
             try:
                 return super().submit(work, *args, **kwargs)
-            except RuntimeError:
+            except RuntimeError as error:
+                if "new thread" not in str(error):  # such as after `shutdown`
+                    raise
                 self._is_refused = True  # a thread that began later would do the work in its queue a second time
         return run_now(work, *args, **kwargs)
 

@@ -173,9 +173,9 @@ def _commit(package: Path) -> str | None:
 def _patch(package: Path, sources: Iterable[str]) -> bytes | None:
     """What `git apply` must do to the commit, new and binary files included; None if git fails.
 
-    A diff shows new files only if the index names them. One of its own does, which is the commit's otherwise: no file
-    is passed over because it is ignored, or because the user's index says that it has not changed. The options undo
-    whatever a user's configuration does to diffs.
+    A diff shows new files only if the index names them. A temporary index, read from the commit, does: no file is left
+    out because it is ignored, or because the user's index marks it as unchanged. The options undo whatever a user's
+    configuration does to diffs.
     """
     with tempfile.TemporaryDirectory(prefix="gptlab-") as folder, suppress(OSError):
         own = {"GIT_INDEX_FILE": str(Path(folder, "index"))}

@@ -239,7 +239,9 @@ def test_a_smaller_step_has_fewer_rows_in_a_micro_batch(asked: dict[str, int], r
 
 def test_a_whole_number_in_a_field_of_floats_becomes_one() -> None:
     """Also where a program makes the configuration: 15 in config.json would be another run than 15.0."""
-    with pytest.raises(ConfigError, match="loses logits to rounding: none is off"):
+    with pytest.raises(
+        ConfigError, match="must be 1e4 or less: a larger one loses logits to rounding; none is a value too"
+    ):
         ModelConfig(logit_softcap=1e5)
     model = ModelConfig(logit_softcap=15)
     assert type(model.logit_softcap) is float

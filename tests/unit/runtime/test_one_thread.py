@@ -33,6 +33,13 @@ def test_work_is_done_at_once_and_once(monkeypatch: pytest.MonkeyPatch, no_threa
     assert done == [1, 2]
 
 
+def test_after_its_end_nothing_is_done() -> None:
+    with OneThread() as thread:
+        pass
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        thread.submit(int)
+
+
 def test_files_of_tensors(tmp_path: Path, no_threads: None) -> None:
     tensors = {"a": torch.arange(5.0), "b": torch.ones(3, 2)}
     record = write_tensors(tmp_path / "file", tensors)
