@@ -320,6 +320,16 @@ MUTATIONS = [
         ["test_other_processors.py::test_amx_computes_the_same"],
     ),
     Mutation(
+        "AMX leaves out a product of terms that counts", "model/kernels/amx.h",
+        "right(2), add_products();", "right(2);",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "the third terms of numbers for AMX are lost", "model/kernels/terms.h",
+        "first -= (vec)(low << 16), second -= (vec)high;", "first -= (vec)(low << 16), second = vec{};",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
         "AMX keeps the last units of a deep gradient only", "model/kernels/amx.h",
         "AMX_TILE, k > 0, products[l]", "AMX_TILE, false, products[l]",
         ["test_other_processors.py::test_amx_computes_the_same"],
@@ -331,12 +341,12 @@ MUTATIONS = [
     ),
     Mutation(
         "AMX keeps the last units of a deep product only", "model/kernels/panels.h",
-        "amx_tile(n, a, a_row, 16, b, NR, add || k > 0,", "amx_tile(n, a, a_row, 16, b, NR, false,",
+        "b, NR, add || k > 0, to, c_row);", "b, NR, false, to, c_row);",
         ["test_other_processors.py::test_amx_computes_the_same"],
     ),
     Mutation(
         "AMX takes the first units of rows again in a deep product", "model/kernels/panels.h",
-        "rows + block * a_row + k, a_row", "rows + block * a_row, a_row",
+        "rows + block * a_row + k * ALONG;", "rows + block * a_row;",
         ["test_other_processors.py::test_amx_computes_the_same"],
     ),
     Mutation(

@@ -23,11 +23,10 @@
 
 namespace {
 
-constexpr bool BY_AMX = PAIRS;
-
 constexpr long AMX = 16;            // rows of a register, and units or sums in a row of it
 constexpr long AMX_TILE = 2 * AMX;  // rows and columns of a tile, which has four registers
-constexpr long AMX_AT_ONCE = 128;   // units that are multiplied at a time: 16 KiB of a panel
+// Units that are multiplied at a time: 16 KiB of a panel, or of terms those of 512 rows: see SLICE_ROWS of layers.h.
+constexpr long AMX_AT_ONCE = TERMS > 1 ? 768 : 128;
 constexpr long AMX_LEFTS = 4;       // panels that are multiplied by those
 
 // Linux refuses these registers to processes that did not ask for them (docs.kernel.org/arch/x86/xstate.html).
@@ -49,8 +48,8 @@ struct Registers {
     ~Registers() { AMX_RELEASE(); }
 };
 
-// C (32, 32) = A B, or C + A B. The unit A(i, k) is a[i * a_row + k % 16 + k / 16 * a_step]. What remains of the depth
-// after multiples of 16 is multiplied by vectors.
+// C (32, 32) = A B, or C + A B. The unit A(i, k) is a[i * a_row + k % 16 + k / 16 * a_step]. Of terms, the depth has whole
+// registers; otherwise what remains after multiples of 16 is multiplied by vectors.
 //
 // A function of its own, since compilers do not know what instructions read that load these registers.
 __attribute__((noinline)) inline void amx_tile(long depth, const unit* a, long a_row, long a_step, const unit* b,
@@ -68,15 +67,31 @@ __attribute__((noinline)) inline void amx_tile(long depth, const unit* a, long a
         AMX_ZERO(2);
         AMX_ZERO(3);
     }
-    for (; depth >= AMX; depth -= AMX, a += a_step, b += AMX * b_row) {
-        AMX_LOAD(4, a, a_bytes);
-        AMX_LOAD(5, a + AMX * a_row, a_bytes);
-        AMX_LOAD(6, b, b_bytes);
-        AMX_LOAD(7, b + AMX, b_bytes);
+    const auto left = [&](long term) {
+        AMX_LOAD(4, a + term * a_step, a_bytes);
+        AMX_LOAD(5, a + term * a_step + AMX * a_row, a_bytes);
+    };
+    const auto right = [&](long term) {
+        AMX_LOAD(6, b + term * AMX * b_row, b_bytes);
+        AMX_LOAD(7, b + term * AMX * b_row + AMX, b_bytes);
+    };
+    const auto add_products = [] {
         AMX_ADD_PRODUCT(0, 4, 6);
         AMX_ADD_PRODUCT(1, 4, 7);
         AMX_ADD_PRODUCT(2, 5, 6);
         AMX_ADD_PRODUCT(3, 5, 7);
+    };
+    for (; depth >= TERMS * AMX; depth -= TERMS * AMX, a += TERMS * a_step, b += TERMS * AMX * b_row) {
+        if constexpr (TERMS > 1) {
+            left(1), right(1), add_products();
+            right(0), add_products();
+            left(2), add_products();
+            left(0), add_products();
+            right(1), add_products();
+            right(2), add_products();
+        } else {
+            left(0), right(0), add_products();
+        }
     }
     AMX_STORE(0, c, c_bytes);
     AMX_STORE(1, c + AMX, c_bytes);

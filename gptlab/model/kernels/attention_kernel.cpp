@@ -38,6 +38,10 @@ constexpr int VECTOR_ROWS = 4, NV = 2;
 constexpr int VECTOR_ROWS = 4, NV = 4;
 #endif
 constexpr int NR = W * NV;
+// Float32 is multiplied by vectors: by AMX, splitting scores into terms takes what products save (docs/LOG.md, 2026-11-30).
+constexpr bool BY_AMX = ::BY_AMX && PAIRS;
+typedef std::conditional_t<PAIRS, pair, float> unit;
+constexpr long PER_UNIT = PAIRS ? 2 : 1;
 constexpr int MR = BY_AMX ? 32 : VECTOR_ROWS;
 constexpr long BLOCK = 64;
 static_assert(BLOCK % NR == 0 && BLOCK % MR == 0 && std::max(W, MR) % std::min(W, MR) == 0, "blocks are whole tiles");
@@ -174,7 +178,7 @@ void unpack(const Shape& s, const float* packed, long count, float scale, real* 
 template <bool ADD>
 inline void product(long depth, const unit* a, long a_row, long a_column, const unit* b, long b_row, float* c, long c_row) {
     if constexpr (BY_AMX)
-        amx_tile(depth, a, a_row, 16, b, b_row, ADD, c, c_row);
+        amx_tile(depth, (const ::unit*)a, a_row, 16, (const ::unit*)b, b_row, ADD, c, c_row);
     else
         tile<MR, NV, ADD>(depth, a, a_row, a_column, b, b_row, c, c_row);
 }

@@ -26,10 +26,10 @@ from gptlab.runtime.files.plain_file import json_sha256, read_json_object
 from gptlab.runtime.hardware.cpu import cpu_model
 
 # The library is chosen where it takes less than this share of the kernels' time, so that noise does not decide. On
-# two Zen 5 cores it takes 1.0 to 1.4 times as long in bfloat16 and twice as long in float32. On Intel processors with
-# AMX it is faster in float32 with wide models. With kernels, blocks are one call, which is not timed here. Where the
-# library is at 0.82 to 0.87 of the kernels' time, whole steps take 0.90 to 0.93 of their time with it; where at 0.94 to
-# 0.97, 1.10 (docs/LOG.md, 2026-11-29).
+# two Zen 5 cores it takes 1.0 to 1.4 times as long in bfloat16 and twice as long in float32, with AMX 1.1 to 1.3 times
+# as long in float32 (2026-11-30). With kernels, blocks are one call, which is not timed here. Where the library is at
+# 0.82 to 0.87 of the kernels' time, whole steps take 0.90 to 0.93 of their time with it; where at 0.94 to 0.97, 1.10
+# (docs/LOG.md, 2026-11-29).
 CLEARLY = 0.90
 _ROUNDS = 5
 # After which no further round begins: one of GPT-2's takes a second, and the difference is then no noise.

@@ -8,7 +8,7 @@
 // A row is computed by one thread in a fixed order, and so is each element of the weights' gradient: the bits do not
 // depend on the number of threads.
 
-#include "panels.h"
+#include "layers.h"
 
 #include <algorithm>
 #include <cmath>
@@ -86,7 +86,7 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
     const auto dzs = room<unit>(round_up(s.entries, LEFT) * units_of(slice));  // the gradients of its logits
     const int most = team(s.rows * s.entries, threads);
     const Rooms<float> all_logits(most, HEAD_ROWS * z_row), of_rows(most, s.entries);
-    const Rooms<unit> all_rows(most, HEAD_ROWS * width);
+    const Rooms<unit> all_rows(most, HEAD_ROWS * std::max(width, depth));
     Tasks tasks(most);
 #pragma omp parallel num_threads(most)
     {
@@ -97,7 +97,7 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
         real* dz = reinterpret_cast<real*>(logits);  // the gradient of logits takes their place
         const long dz_row = z_row * sizeof(float) / sizeof(real), dz_columns = round_up(s.entries, PER_UNIT);
         pack_transposed(weight, s.entries, s.width, Share(panels, thread, n_threads), up.get());
-        pack<NR>(weight, s.width, s.entries, s.width, Share(depth, thread, n_threads), depth, down.get());
+        pack<NR>(weight, s.width, s.entries, s.width, depth_share(depth, thread, n_threads), depth, down.get());
 #pragma omp barrier
         for (long first = 0; first < s.rows; first += slice) {
             const long here = std::min(slice, s.rows - first), units = depth_of(here);
@@ -112,9 +112,8 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
                     nats[r0 + r] = loss_row(logits + r * z_row, dz + r * dz_row, targets[r0 + r], dz_columns,
                                             s.vocab, s.cap, of_row);
                 pack_outer<LEFT>(dz, dz_row, height, s.entries, Share(0, depth_of(height)), units, !x_left,
-                                 dzs.get() + row / PER_UNIT * LEFT);
-                multiply(height, depth, reinterpret_cast<const unit*>(dz), dz_row / PER_UNIT, down.get(), s.width,
-                         [&](long r, long c, auto n, vec v) { store_part(dx + (r0 + r) * s.width + c, v, n); });
+                                 dzs.get() + units_of(row) * LEFT);
+                multiply_rows(dz, dz_row, height, s.entries, down.get(), s.width, rows, into(dx + r0 * s.width, s.width));
             });
             const OuterProduct of_weight[] = {{dzs.get(), xs.get(), s.entries, s.width, dweight}};
             const OuterProducts<1> products{of_weight, units, units, first == 0};

@@ -46,7 +46,19 @@ _UNITS = tuple(
 )
 _HEADERS = tuple(
     _FOLDER / f"{name}.h"
-    for name in ("vectors", "products", "amx", "scratch", "tasks", "panels", "layers", "activations", "heads", "parts")
+    for name in (
+        "vectors",
+        "products",
+        "amx",
+        "terms",
+        "scratch",
+        "tasks",
+        "panels",
+        "layers",
+        "activations",
+        "heads",
+        "parts",
+    )
 )
 _OPENMP = "-fopenmp"
 # The loop of a product's tile takes up to 8% longer where it does not begin at a cache line (Zen 3; docs/LOG.md,

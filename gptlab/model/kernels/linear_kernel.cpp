@@ -94,8 +94,8 @@ void mlp_backward(const MLP& s, const real* x, const float* up, const float* out
         const Registers registers{};
         unit* spare = spares.own();
         real* dz = all_dz.own();
-        pack<NR>(out, s.hidden, s.width, s.hidden, Share(depth, thread, n), depth, outs.get());
-        pack<NR>(up, s.width, s.hidden, s.width, Share(of_hidden, thread, n), of_hidden, ups.get());
+        pack<NR>(out, s.hidden, s.width, s.hidden, depth_share(depth, thread, n), depth, outs.get());
+        pack<NR>(up, s.width, s.hidden, s.width, depth_share(of_hidden, thread, n), of_hidden, ups.get());
 #pragma omp barrier
         for (long first = 0; first < s.rows; first += slice) {
             const long here = std::min(slice, s.rows - first), units = depth_of(here);
@@ -112,7 +112,7 @@ void mlp_backward(const MLP& s, const real* x, const float* up, const float* out
                                   store_part(dz + r * z_row + c, v * (slope ? at : Relu2::slope_of<real>(at)), n);
                               });
                 pack_outer<LEFT>(dz, z_row, height, s.hidden, Share(0, depth_of(height)), units, !x_left,
-                                 dzs.get() + row / PER_UNIT * LEFT);
+                                 dzs.get() + units_of(row) * LEFT);
                 multiply_rows(dz, z_row, height, s.hidden, ups.get(), s.width, spare,
                               into(dx + (first + row) * s.width, s.width));
             });
@@ -142,11 +142,11 @@ void layer_backward(const LinearLayer& s, const real* x, const float* weight, co
         const long thread = omp_get_thread_num(), n = omp_get_num_threads();
         const Registers registers{};
         unit* spare = spares.own();
-        pack<NR>(weight, s.inputs, s.outputs, s.inputs, Share(depth, thread, n), depth, down.get());
+        pack<NR>(weight, s.inputs, s.outputs, s.inputs, depth_share(depth, thread, n), depth, down.get());
         for (long first = 0; first < s.rows; first += slice) {
             const long here = std::min(slice, s.rows - first), units = depth_of(here);
             const Share share = depth_share(units, thread, n);
-            const Share rows(std::min(share.first * PER_UNIT, here), std::min(share.last * PER_UNIT, here));
+            const Share rows(std::min(numbers_of(share.first), here), std::min(numbers_of(share.last), here));
             const real *x_here = x + first * s.stride, *dy_here = dy_of(first, rows.first, rows.last);
             pack_outer<NR>(x_here, s.stride, here, s.inputs, share, units, x_left, xs.get());
             pack_outer<LEFT>(dy_here, s.outputs, here, s.outputs, share, units, !x_left, dys.get());

@@ -4,7 +4,7 @@
 // A matrix is orthogonalized by one thread, so that it stays in its core's cache. Products have operands in `real`, sums
 // in float32.
 
-#include "panels.h"
+#include "layers.h"
 
 #include <algorithm>
 #include <cmath>
@@ -19,7 +19,7 @@ struct Polynomial {
 struct Work {
     long tall, wide;  // n and k, rounded up to whole tiles and units
     real *x, *gram, *polynomial;
-    unit* panels;
+    unit *panels, *spare;
 
     static long elements(long tall, long wide) { return tall * wide + 2 * tall * tall; }
 
@@ -33,16 +33,15 @@ struct Work {
 // are real.
 void add_product(const Work& work, const real* rows, long depth, long columns, const real* before, float of_before,
                  float of_product, real* to) {
-    multiply(work.tall, units_of(depth), reinterpret_cast<const unit*>(rows), units_of(depth), work.panels, columns,
-             [=](long r, long c, auto count, vec v) {
-                 const long at = r * columns + c;
-                 store_part(to + at, before ? load_part(before + at, count) * of_before + v * of_product : v, count);
-             });
+    multiply_rows(rows, depth, work.tall, depth, work.panels, columns, work.spare, [=](long r, long c, auto count, vec v) {
+        const long at = r * columns + c;
+        store_part(to + at, before ? load_part(before + at, count) * of_before + v * of_product : v, count);
+    });
 }
 
 // x <- a x + (b A + c A A) x with A = x x^T.
 void iterate(const Work& work, Polynomial by) {
-    const auto [n, k, x, gram, polynomial, panels] = work;
+    const auto [n, k, x, gram, polynomial, panels, spare] = work;
     const Share all_units(0, units_of(n));
     pack_transposed(x, n, k, Share(0, panels_of(n)), panels);
     add_product(work, x, k, n, nullptr, 0, 1, gram);
@@ -172,13 +171,13 @@ void orthogonalize(const float* matrices, float* out, long count, long rows, lon
     const long n = round_up(std::min(rows, columns), MR), k = round_up(std::max(rows, columns), PER_UNIT);
     const int most = std::min<long>(count, team(count * rows * columns, threads));
     const Rooms<real> elements(most, Work::elements(n, k));
-    const Rooms<unit> units(most, Work::units(n, k));
+    const Rooms<unit> units(most, Work::units(n, k)), spares(most, TERMS > 1 ? n * units_of(k) : 0);
     Tasks tasks(most);
 #pragma omp parallel num_threads(most)
     {
         const Registers registers{};
         real* own = elements.own();
-        const Work work{n, k, own, own + n * k, own + n * k + n * n, units.own()};
+        const Work work{n, k, own, own + n * k, own + n * k + n * n, units.own(), spares.own()};
         tasks.each(count, [&](long i) {
             if (n * k > rows * columns) std::fill_n(work.x, n * k, real());
             const float* matrix = matrices + i * rows * columns;

@@ -7,9 +7,9 @@
 
 #pragma once
 
-#include "products.h"
 #include "scratch.h"
 #include "tasks.h"
+#include "terms.h"
 
 #include <climits>
 #include <numeric>
@@ -25,7 +25,7 @@ constexpr int VECTOR_ROWS = 6, NV = 2;
 constexpr int VECTOR_ROWS = 4, NV = 4;
 #endif
 constexpr int NR = W * NV;
-constexpr long DEPTH = 16384 / NR;  // units of a panel that stay in a core's cache: 64 KiB
+constexpr long DEPTH = TERMS > 1 ? 2304 : 16384 / NR;  // units of a panel that stay in a core's cache: 64 or 288 KiB
 
 constexpr int MR = BY_AMX ? 32 : VECTOR_ROWS;
 constexpr long HEIGHT = BY_AMX ? 128 : 48;  // rows that all panels are multiplied by before the next ones
@@ -35,8 +35,10 @@ constexpr long LEFT = std::lcm(MR, W);
 // Rows and columns of a product that are computed before they are used, and units that are multiplied at a time. In
 // bfloat16 more than one panel gains nothing by vectors (Zen 5; docs/LOG.md, 2026-11-27). By AMX, 24 KiB of rows stay in
 // the first cache while four panels pass: its tiles take operands faster than the second cache gives them (2026-11-29).
-constexpr long BLOCK = BY_AMX ? 64 : HEIGHT, SPAN = BY_AMX ? 4 * NR : PAIRS ? NR : 512;
-constexpr long UNITS_AT_ONCE = BY_AMX ? 96 : LONG_MAX;
+// Of terms, sums are stored as rarely as possible: steps take 1.03 times as long where it is after each 576 units, and 1.08
+// times where after each 288 (2026-11-30).
+constexpr long BLOCK = BY_AMX && PAIRS ? 64 : HEIGHT, SPAN = BY_AMX ? 4 * NR : PAIRS ? NR : 512;
+constexpr long UNITS_AT_ONCE = BY_AMX && PAIRS ? 96 : LONG_MAX;
 static_assert(HEIGHT % MR == 0 && MR % 2 == 0, "panels have whole tiles and vectors, and tiles whole units");
 
 inline long panels_of(long columns) { return (columns + NR - 1) / NR; }
@@ -67,59 +69,74 @@ void row_blocks(Tasks& tasks, long rows, Body body) {
     tasks.each(blocks.count(), [&](long task) { blocks.of(task, body); });
 }
 
-inline long units_of(long numbers) { return (numbers + PER_UNIT - 1) / PER_UNIT; }
-
 // The panels `which` of the transposed of a matrix (rows, width) -> (all panels, units_of(width), NR).
 template <class S>
 void pack_transposed(const S* matrix, long rows, long width, Share which, unit* panels) {
     const long depth = units_of(width);
     for (long j = which.first; j < which.last; j++)
         for (long r = 0; r < NR; r += W)
-            for (long u = 0; u < depth; u += W) {
-                vec square[W];
-                const long row = j * NR + r, column = u * PER_UNIT;
-                load_transposed(matrix + row * width + column, width, rows - row, width - column, square);
-                for (long i = 0; i < std::min<long>(W, depth - u); i++)
-                    store(panels + (j * depth + u + i) * NR + r, square[i]);
+            for (long u = 0; u < depth; u += TERMS * W) {
+                vec squares[TERMS][W];
+                const long row = j * NR + r, column = numbers_of(u);
+                load_transposed_terms(matrix + row * width + column, width, rows - row, width - column, squares);
+                for (long i = 0; i < std::min<long>(TERMS * W, depth - u); i++)
+                    store(panels + (j * depth + u + i) * NR + r, squares[i / W][i % W]);
             }
 }
 
-// The units `which` down a matrix (rows, width), whose rows are `stride` apart -> panels of WIDTH of its columns, each of
-// which has `depth` units.
+// The units `which`, whole ones, down a matrix (rows, width), whose rows are `stride` apart -> panels of WIDTH of its
+// columns, each of which has `depth` units.
 template <long WIDTH, class S>
 void pack(const S* matrix, long stride, long rows, long width, Share which, long depth, unit* panels) {
     // A few rows of one panel at a time: panels may be a multiple of 4 KiB apart, and then evict each other's lines.
     constexpr long BLOCK = 16;
-    for (long u0 = which.first; u0 < which.last; u0 += BLOCK)
+    for (long u0 = which.first / TERMS; u0 < which.last / TERMS; u0 += BLOCK)
         for (long c = 0; c < width; c += WIDTH)
-            for (long u = u0; u < std::min(u0 + BLOCK, which.last); u++)
+            for (long u = u0; u < std::min(u0 + BLOCK, which.last / TERMS); u++)
                 for (long i = 0; i < WIDTH; i += W) {
-                    const long row = u * PER_UNIT, n = std::max(0L, width - c - i);
+                    const long row = number_at(u), n = std::max(0L, width - c - i);
                     for (long r = 0; r < PER_UNIT; r++)
-                        __builtin_prefetch(matrix + (row + r) * stride + c + i + 2 * WIDTH);  // as `prefetch`
-                    store(panels + (c * depth + u * WIDTH) + i,
-                          load_units_down(matrix + row * stride + c + i, stride, rows - row, n));
+                        __builtin_prefetch(matrix + (row + r * APART) * stride + c + i + 2 * WIDTH);  // as `prefetch`
+                    vec units[TERMS];
+                    load_terms_down(matrix + row * stride + c + i, stride, rows - row, n, units);
+                    for (long t = 0; t < TERMS; t++) store(panels + (c * depth + unit_at(u, t) * WIDTH) + i, units[t]);
                 }
 }
 
-// Rows of a matrix (rows, width), `stride` apart -> whole tiles of them, (tiles * MR, units_of(width)).
+// From a unit of a packed row to the next, in multiples of W: registers of terms of a tile's rows are packed one below the
+// other, for which an MLP takes 3% less time than with the rows of other operands (docs/LOG.md, 2026-11-30).
+constexpr long ALONG = TERMS > 1 ? MR : 1;
+
+// Rows of a matrix (rows, width), `stride` apart -> whole tiles of them, (tiles * MR, units_of(width)); of terms (tiles,
+// units_of(width) / W, MR, W).
 void pack_rows(const real* matrix, long stride, long rows, long width, long tiles, unit* to) {
     const long depth = units_of(width), kept = std::min(rows, tiles * MR);
-    if (width % PER_UNIT) std::fill_n(to, kept * depth, unit());
-    for (long r = 0; r < kept; r++) std::memcpy(to + r * depth, matrix + r * stride, width * sizeof(real));
-    std::fill_n(to + kept * depth, (tiles * MR - kept) * depth, unit());
+    if constexpr (TERMS > 1) {
+        for (long r = 0; r < tiles * MR; r++)
+            for (long u = 0; u < depth; u += WHOLE) {
+                vec units[TERMS]{};
+                if (r < kept) load_terms(matrix + r * stride + numbers_of(u), width - numbers_of(u), units);
+                for (long t = 0; t < TERMS; t++)
+                    store(to + r / MR * MR * depth + (u + t * W) * ALONG + r % MR * W, units[t]);
+            }
+    } else {
+        if (width % PER_UNIT) std::fill_n(to, kept * depth, unit());
+        for (long r = 0; r < kept; r++) std::memcpy(to + r * depth, matrix + r * stride, width * sizeof(real));
+        std::fill_n(to + kept * depth, (tiles * MR - kept) * depth, unit());
+    }
 }
 
-// c (tiles * MR, NR) = rows (tiles * MR, depth), which are a_row units apart, times a panel; or added to what it holds.
+// c (tiles * MR, NR) = rows (tiles * MR, depth), which are a_row units apart, or packed ones of terms, for which a_row is all
+// of their depth, times a panel; or added to what it holds.
 void multiply_panel(long tiles, long depth, const unit* rows, long a_row, const unit* panel, bool add, float* c,
                     long c_row) {
     for (long k = 0; k < depth; k += DEPTH) {
         const long n = std::min(DEPTH, depth - k);
         for (long i = 0; i < tiles; i++) {
-            const unit *a = rows + i * MR * a_row + k, *b = panel + k * NR;
+            const unit *a = rows + i * MR * a_row + k * ALONG, *b = panel + k * NR;
             float* to = c + i * MR * c_row;
             if constexpr (BY_AMX)
-                amx_tile(n, a, a_row, 16, b, NR, add || k > 0, to, c_row);
+                amx_tile(n, a, TERMS > 1 ? W : a_row, W * ALONG, b, NR, add || k > 0, to, c_row);
             else if (!add && k == 0)
                 tile<MR, NV, false>(n, a, a_row, 1, b, NR, to, c_row);
             else
@@ -141,10 +158,12 @@ void multiply(long height, long depth, const unit* rows, long a_row, const unit*
     for (long c = 0; c < columns; c += SPAN)
         for (long block = 0; block < height; block += BLOCK) {
             const long wide = std::min(SPAN, columns - c), tall = std::min(BLOCK, height - block);
-            for (long k = 0; k < depth; k += std::min(UNITS_AT_ONCE, depth))
+            for (long k = 0; k < depth; k += std::min(UNITS_AT_ONCE, depth)) {
+                const unit* from = rows + block * a_row + k * ALONG;
                 for (long i = 0; i < wide; i += NR)
-                    multiply_panel(tiles_of(tall), std::min(UNITS_AT_ONCE, depth - k), rows + block * a_row + k, a_row,
+                    multiply_panel(tiles_of(tall), std::min(UNITS_AT_ONCE, depth - k), from, a_row,
                                    panels + (c + i) * depth + k * NR, k > 0, products + i, ROW);
+            }
             for (long r = 0; r < tall; r++)
                 vectors(wide, [&](long i, auto n) { at(block + r, c + i, n, load(products + r * ROW + i)); });
         }
@@ -153,11 +172,11 @@ void multiply(long height, long depth, const unit* rows, long a_row, const unit*
 // Units along rows that are the depth of a product: by AMX whole registers of them.
 inline long depth_of(long rows) { return units_of(BY_AMX ? round_up(rows, MR) : rows); }
 
-// The units of a depth that a thread packs.
+// The units of a depth that a thread packs: by AMX those of whole registers.
 inline Share depth_share(long depth, long thread, long threads) {
-    const long registers = BY_AMX ? MR / PER_UNIT : 1;
-    const Share share(depth / registers, thread, threads);
-    return {share.first * registers, share.last * registers};
+    const long whole = BY_AMX ? units_of(MR) : 1;
+    const Share share((depth + whole - 1) / whole, thread, threads);
+    return {share.first * whole, std::min(share.last * whole, depth)};
 }
 
 // By AMX, the depth of the left operand of an outer product has to lie along rows. It is the one with fewer columns: then

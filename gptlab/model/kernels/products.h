@@ -1,8 +1,9 @@
 // Matrix products on a CPU: a tile that stays in the processor's registers, and how its operands are loaded. Operands are
 // `real`, sums float32.
 //
-// A product takes one `unit` at a time along its depth: a float32 number, or two neighbours in bfloat16. Of a matrix that
-// is stored by rows, units lie along its rows or down its columns.
+// A product takes one `unit` at a time along its depth: a float32 number, or two in bfloat16. Of a matrix that is stored by
+// rows, units lie along its rows or down its columns. AMX multiplies bfloat16 only: a float32 number is then the sum of
+// TERMS such numbers (terms.h).
 
 #pragma once
 
@@ -13,9 +14,20 @@
 
 namespace {
 
-constexpr bool PAIRS = !std::is_same_v<real, float>;
-typedef std::conditional_t<PAIRS, pair, float> unit;
-constexpr long PER_UNIT = PAIRS ? 2 : 1;
+constexpr bool PAIRS = !std::is_same_v<real, float>;  // numbers are bfloat16
+
+// BY_AMX: whether larger products are computed by registers of matrices. A thread has `Registers` while it multiplies.
+// Clang 14, for one, calls GCC's macro __AMXBF16__.
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512BF16__) && defined(__linux__)
+#define HAS_AMX 1
+#else
+#define HAS_AMX 0
+#endif
+constexpr bool BY_AMX = HAS_AMX;
+
+typedef std::conditional_t<PAIRS || BY_AMX, pair, float> unit;
+constexpr long PER_UNIT = PAIRS || BY_AMX ? 2 : 1;
+constexpr long TERMS = BY_AMX && !PAIRS ? 3 : 1;
 
 inline vec load(const pair* from) { return load(reinterpret_cast<const float*>(from)); }
 
@@ -51,9 +63,9 @@ inline vec add_products(vec sum, vec a, vec b, pair) {
 // C (M, N vectors) = the sum over k < depth of A(:, k) B(k, :), or what C holds and that sum (ADD). The unit A(i, k) is
 // a[i * a_row + k * a_column]. M * N + N + 1 vectors should be no more than the processor has registers, all of which are
 // free in a function of its own.
-template <int M, int N, bool ADD>
-__attribute__((noinline)) void tile(long depth, const unit* a, long a_row, long a_column, const unit* b, long b_row,
-                                    float* c, long c_row) {
+template <int M, int N, bool ADD, class U>
+__attribute__((noinline)) void tile(long depth, const U* a, long a_row, long a_column, const U* b, long b_row, float* c,
+                                    long c_row) {
     vec sum[M][N];
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++)
@@ -67,7 +79,7 @@ __attribute__((noinline)) void tile(long depth, const unit* a, long a_row, long 
         for (int i = 0; i < M; i++) {
             const vec x = all(a[i * a_row + k * a_column]);
 #pragma GCC unroll 16
-            for (int j = 0; j < N; j++) sum[i][j] = add_products(sum[i][j], x, row[j], unit());
+            for (int j = 0; j < N; j++) sum[i][j] = add_products(sum[i][j], x, row[j], U());
         }
     }
 #pragma GCC unroll 16
@@ -131,13 +143,10 @@ inline void transpose_square(const E* from, long stride, long n, E* to, long to_
 
 }  // namespace
 
-// BY_AMX: whether products are computed by registers of matrices. A thread has `Registers` while it multiplies.
-// Clang 14, for one, calls GCC's macro __AMXBF16__.
-#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && defined(__AVX512BF16__) && defined(__linux__)
+#if HAS_AMX
 #include "amx.h"
 #else
 namespace {
-constexpr bool BY_AMX = false;
 struct Registers {};
 inline bool registers_are_permitted() { return true; }
 // Never called: they only have to be declared where `if constexpr` discards a call.
