@@ -25,9 +25,10 @@ namespace {
 
 constexpr long AMX = 16;            // rows of a register, and units or sums in a row of it
 constexpr long AMX_TILE = 2 * AMX;  // rows and columns of a tile, which has four registers
-// Units that are multiplied at a time: 16 KiB of a panel, or of terms those of 512 rows: see SLICE_ROWS of layers.h.
-constexpr long AMX_AT_ONCE = TERMS > 1 ? 768 : 128;
-constexpr long AMX_LEFTS = 4;       // panels that are multiplied by those
+// Units of a panel that are multiplied at a time: 16 KiB, or of terms those of 512 rows (SLICE_ROWS of layers.h); and panels
+// that are multiplied by them.
+constexpr long AMX_AT_ONCE = TERMS > 1 ? 768 : 128, AMX_LEFTS = 4;
+static_assert(AMX_AT_ONCE % (TERMS * AMX) == 0, "registers of terms are not parted");
 
 // Linux refuses these registers to processes that did not ask for them (docs.kernel.org/arch/x86/xstate.html).
 inline bool registers_are_permitted() {

@@ -40,6 +40,7 @@ constexpr long LEFT = std::lcm(MR, W);
 constexpr long BLOCK = BY_AMX && PAIRS ? 64 : HEIGHT, SPAN = BY_AMX ? 4 * NR : PAIRS ? NR : 512;
 constexpr long UNITS_AT_ONCE = BY_AMX && PAIRS ? 96 : LONG_MAX;
 static_assert(HEIGHT % MR == 0 && MR % 2 == 0, "panels have whole tiles and vectors, and tiles whole units");
+static_assert(DEPTH % WHOLE == 0, "registers of terms are not parted");
 
 inline long panels_of(long columns) { return (columns + NR - 1) / NR; }
 
@@ -104,7 +105,7 @@ void pack(const S* matrix, long stride, long rows, long width, Share which, long
 }
 
 // From a unit of a packed row to the next, in multiples of W: registers of terms of a tile's rows are packed one below the
-// other, for which an MLP takes 3% less time than with the rows of other operands (docs/LOG.md, 2026-11-30).
+// other: steps take 3% less time than with one row after the other (docs/LOG.md, 2026-11-30).
 constexpr long ALONG = TERMS > 1 ? MR : 1;
 
 // Rows of a matrix (rows, width), `stride` apart -> whole tiles of them, (tiles * MR, units_of(width)); of terms (tiles,
