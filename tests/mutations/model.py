@@ -305,7 +305,7 @@ MUTATIONS = [
     ),
     Mutation(
         "products of many columns repeat the first ones", "model/kernels/panels.h",
-        "panels + (c + i) * depth + k * NR", "panels + i * depth + k * NR",
+        "panels + c * depth + k * NR,", "panels + k * NR,",
         ["test_fused_kernels.py::test_linear", "test_fused_kernels.py::test_mlp",
          "test_fused_kernels.py::test_capped_logits"],
     ),
@@ -341,8 +341,28 @@ MUTATIONS = [
     ),
     Mutation(
         "AMX keeps the last units of a deep product only", "model/kernels/panels.h",
-        "b, NR, add || k > 0, to, c_row);", "b, NR, false, to, c_row);",
+        "b, NR, add || k > 0, to, c_row,", "b, NR, false, to, c_row,",
         ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "each call of a kernel takes its memory from the system", "model/kernels/scratch.h",
+        "if (blocks.size() > 1) blocks.clear()", "if (true) blocks.clear()",
+        ["test_kernel_memory.py::test_the_same_memory_is_used_again"],
+    ),
+    Mutation(
+        "the memory of kernels stays in as many blocks as their first call took", "model/kernels/scratch.h",
+        "if (blocks.size() > 1) blocks.clear(), size = 0;", "",
+        ["test_kernel_memory.py::test_what_a_round_needs_is_in_one_block_the_next_time"],
+    ),
+    Mutation(
+        "the memory of kernels is in pages of 4 KiB", "model/kernels/scratch.h",
+        "madvise(blocks.back().get(), bytes, MADV_HUGEPAGE);", "",
+        ["test_kernel_memory.py::test_pages_are_large_where_there_are_large_ones"],
+    ),
+    Mutation(
+        "a kernel's memory begins within a line of the cache", "model/kernels/scratch.h",
+        "bytes = (bytes + LINE - 1) / LINE * LINE;", "",
+        ["test_kernel_memory.py::test_pieces_begin_with_a_line_of_the_cache_and_do_not_overlap"],
     ),
     Mutation(
         "AMX takes the first units of rows again in a deep product", "model/kernels/panels.h",

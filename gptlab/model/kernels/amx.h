@@ -52,9 +52,16 @@ struct Registers {
 // C (32, 32) = A B, or C + A B. The unit A(i, k) is a[i * a_row + k % 16 + k / 16 * a_step]. Of terms, the depth has whole
 // registers; otherwise what remains after multiples of 16 is multiplied by vectors.
 //
+// Meanwhile a part of `next`, the same units of the panel that is multiplied after this one, is prefetched into the second
+// cache: the processor itself prefetches to the end of a page of 4 KiB, and then waits (docs/LOG.md, 2026-11-30).
+//
 // A function of its own, since compilers do not know what instructions read that load these registers.
 __attribute__((noinline)) inline void amx_tile(long depth, const unit* a, long a_row, long a_step, const unit* b,
-                                               long b_row, bool add, float* c, long c_row) {
+                                               long b_row, bool add, float* c, long c_row,
+                                               const unit* next = nullptr, long part = 0, long parts = 1) {
+    constexpr long GROUPS = TERMS > 1 ? 6 : 1;  // of products, of so many units' depth
+    const long lines = next ? (2 * TERMS * AMX / GROUPS + parts - 1) / parts : 0;
+    next += part * lines * AMX * (depth / (TERMS * AMX)) * GROUPS;
     const long a_bytes = a_row * sizeof(unit), b_bytes = b_row * sizeof(unit), c_bytes = c_row * sizeof(float);
     float* low = c + AMX * c_row;
     if (add) {
@@ -76,7 +83,8 @@ __attribute__((noinline)) inline void amx_tile(long depth, const unit* a, long a
         AMX_LOAD(6, b + term * AMX * b_row, b_bytes);
         AMX_LOAD(7, b + term * AMX * b_row + AMX, b_bytes);
     };
-    const auto add_products = [] {
+    const auto add_products = [&] {
+        for (long i = 0; i < lines; i++, next += AMX) __builtin_prefetch(next, 0, 2);
         AMX_ADD_PRODUCT(0, 4, 6);
         AMX_ADD_PRODUCT(1, 4, 7);
         AMX_ADD_PRODUCT(2, 5, 6);
@@ -121,10 +129,10 @@ inline void turn_panels(unit* panels, long count, long depth, long first, long l
 // As `add_outer_products` of panels.h, of panels of 32 columns, those of x turned if `x_left`, and otherwise those of dy.
 //
 // A part of the right operand's panel is in the first cache while some left panels are multiplied by it: there may be more
-// of them than the second cache holds.
+// of them than the second cache holds. far: are_far of panels.h.
 template <class Part>
 void add_outer_products_by_amx(const unit* dy, const unit* x, bool x_left, long depth, long outputs, long inputs, Part part,
-                               bool first, float* c) {
+                               bool far, bool first, float* c) {
     const auto lefts = x_left ? part.panels : part.tiles, rights = x_left ? part.tiles : part.panels;
     const unit *left = x_left ? x : dy, *right = x_left ? dy : x;
     alignas(64) float products[AMX_LEFTS][AMX_TILE * AMX_TILE], turned[AMX_TILE * AMX_TILE];
@@ -134,7 +142,9 @@ void add_outer_products_by_amx(const unit* dy, const unit* x, bool x_left, long 
             for (long k = 0; k < depth; k += AMX_AT_ONCE)
                 for (long l = 0; l < n_left; l++)
                     amx_tile(std::min(AMX_AT_ONCE, depth - k), left + ((l0 + l) * depth + k) * AMX_TILE, AMX,
-                             AMX * AMX_TILE, right + (r * depth + k) * AMX_TILE, AMX_TILE, k > 0, products[l], AMX_TILE);
+                             AMX * AMX_TILE, right + (r * depth + k) * AMX_TILE, AMX_TILE, k > 0, products[l], AMX_TILE,
+                             far ? right + ((r + 1) * depth + k) * AMX_TILE : nullptr, l0 + l - lefts.first,
+                             lefts.last - lefts.first);
             for (long l = 0; l < n_left; l++) {
                 for (long i = 0; x_left && i < AMX_TILE; i += AMX)
                     for (long j = 0; j < AMX_TILE; j += AMX)

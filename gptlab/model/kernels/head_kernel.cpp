@@ -106,8 +106,8 @@ void whole_head(const Head& s, const real* x, const float* weight, const int64_t
             row_blocks<HEAD_ROWS>(tasks, here, [&](long row, long height) {
                 const long n = tiles_of(height), r0 = first + row;
                 pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows);
-                for (long j = 0; j < panels; j++)
-                    multiply_panel(n, width, rows, width, up.get() + j * width * NR, false, logits + j * NR, z_row);
+                multiply_panels(n, width, rows, width, up.get(), width, panels * NR, are_far(width, panels * NR), false,
+                                logits, z_row);
                 for (long r = 0; r < height; r++)
                     nats[r0 + r] = loss_row(logits + r * z_row, dz + r * dz_row, targets[r0 + r], dz_columns,
                                             s.vocab, s.cap, of_row);
@@ -182,8 +182,8 @@ void head_nats(const Head& s, const real* x, const float* weight, const int64_t*
         row_blocks<HEAD_ROWS>(tasks, s.rows, [&](long r0, long height) {
             const long n = tiles_of(height);
             pack_rows(x + r0 * s.width, s.width, height, s.width, n, rows);
-            for (long j = 0; j < panels; j++)
-                multiply_panel(n, width, rows, width, up.get() + j * width * NR, false, logits + j * NR, z_row);
+            multiply_panels(n, width, rows, width, up.get(), width, panels * NR, are_far(width, panels * NR), false,
+                            logits, z_row);
             for (long r = 0; r < height; r++) {
                 float* z = logits + r * z_row;
                 nats[r0 + r] = loss_after_softcap(targets[r0 + r], s.vocab, z, [=, cap = s.cap](long i, auto n) {

@@ -41,12 +41,4 @@ void multiply_rows(const real* x, long stride, long height, long width, const un
     multiply(height, depth, rows, a_row, panels, columns, at);
 }
 
-// What stores a product in y (height, columns), whose rows are `stride` apart, or adds it there, rounded before.
-auto into(real* y, long stride, bool add = false) {
-    return [=](long r, long c, auto n, vec v) {
-        real* to = y + r * stride + c;
-        store_part(to, add ? rounded<real>(v) + load_part(to, n) : v, n);
-    };
-}
-
 }  // namespace

@@ -35,12 +35,12 @@ constexpr long LEFT = std::lcm(MR, W);
 // Rows and columns of a product that are computed before they are used, and units that are multiplied at a time. In
 // bfloat16 more than one panel gains nothing by vectors (Zen 5; docs/LOG.md, 2026-11-27). By AMX, 24 KiB of rows stay in
 // the first cache while four panels pass: its tiles take operands faster than the second cache gives them (2026-11-29).
-// Of terms, sums are stored as rarely as possible: steps take 1.03 times as long where it is after each 576 units, and 1.08
-// times where after each 288 (2026-11-30).
+// Of terms, the rows of 384 inputs, 288 KiB, are multiplied by all four panels before the next ones: with all inputs at a
+// time, MLPs of 1,536 take 1.03 times as long, and with much fewer, for which sums are stored more often, too (2026-11-30).
 constexpr long BLOCK = BY_AMX && PAIRS ? 64 : HEIGHT, SPAN = BY_AMX ? 4 * NR : PAIRS ? NR : 512;
-constexpr long UNITS_AT_ONCE = BY_AMX && PAIRS ? 96 : LONG_MAX;
+constexpr long UNITS_AT_ONCE = !BY_AMX ? LONG_MAX : PAIRS ? 96 : 1152;
 static_assert(HEIGHT % MR == 0 && MR % 2 == 0, "panels have whole tiles and vectors, and tiles whole units");
-static_assert(DEPTH % WHOLE == 0, "registers of terms are not parted");
+static_assert(DEPTH % WHOLE == 0 && (TERMS == 1 || UNITS_AT_ONCE % WHOLE == 0), "registers of terms are not parted");
 
 inline long panels_of(long columns) { return (columns + NR - 1) / NR; }
 
@@ -127,27 +127,48 @@ void pack_rows(const real* matrix, long stride, long rows, long width, long tile
     }
 }
 
-// c (tiles * MR, NR) = rows (tiles * MR, depth), which are a_row units apart, or packed ones of terms, for which a_row is all
-// of their depth, times a panel; or added to what it holds.
-void multiply_panel(long tiles, long depth, const unit* rows, long a_row, const unit* panel, bool add, float* c,
-                    long c_row) {
-    for (long k = 0; k < depth; k += DEPTH) {
-        const long n = std::min(DEPTH, depth - k);
-        for (long i = 0; i < tiles; i++) {
-            const unit *a = rows + i * MR * a_row + k * ALONG, *b = panel + k * NR;
-            float* to = c + i * MR * c_row;
-            if constexpr (BY_AMX)
-                amx_tile(n, a, TERMS > 1 ? W : a_row, W * ALONG, b, NR, add || k > 0, to, c_row);
-            else if (!add && k == 0)
-                tile<MR, NV, false>(n, a, a_row, 1, b, NR, to, c_row);
-            else
-                tile<MR, NV, true>(n, a, a_row, 1, b, NR, to, c_row);
+// Whether panels of so many columns have no room in a thread's second cache besides rows and products. By AMX, the next panel
+// is then prefetched. If it always is, a step of 4 x 128 takes 1.02 times as long (docs/LOG.md, 2026-11-30).
+inline bool are_far(long depth, long columns) { return depth * columns * long(sizeof(unit)) > 1 << 20; }
+
+// c (tiles * MR, columns) = rows (tiles * MR, depth), which are a_row units apart, or packed ones of terms, for which a_row is
+// all of their depth, times panels, each of which has `panel_depth` units; or added to what it holds. far: are_far.
+void multiply_panels(long tiles, long depth, const unit* rows, long a_row, const unit* panels, long panel_depth,
+                     long columns, bool far, bool add, float* c, long c_row) {
+    for (long j = 0; j < columns; j += NR, panels += panel_depth * NR)
+        for (long k = 0; k < depth; k += DEPTH) {
+            const long n = std::min(DEPTH, depth - k);
+            for (long i = 0; i < tiles; i++) {
+                const unit *a = rows + i * MR * a_row + k * ALONG, *b = panels + k * NR;
+                float* to = c + i * MR * c_row + j;
+                if constexpr (BY_AMX)
+                    amx_tile(n, a, TERMS > 1 ? W : a_row, W * ALONG, b, NR, add || k > 0, to, c_row,
+                             far ? b + panel_depth * NR : nullptr, i, tiles);
+                else if (!add && k == 0)
+                    tile<MR, NV, false>(n, a, a_row, 1, b, NR, to, c_row);
+                else
+                    tile<MR, NV, true>(n, a, a_row, 1, b, NR, to, c_row);
+            }
         }
-    }
 }
 
-// The same for `height` rows and several panels, of `columns` columns: at(row, column, n, v) for each vector v of the
-// product, n numbers of which count, along its rows.
+// What stores a product in y (height, columns), whose rows are `stride` apart, or adds it there, rounded before.
+struct Into {
+    real* y;
+    long stride;
+    bool add;
+
+    template <class N>
+    void operator()(long r, long c, N n, vec v) const {
+        real* to = y + r * stride + c;
+        store_part(to, add ? rounded<real>(v) + load_part(to, n) : v, n);
+    }
+};
+
+inline Into into(real* y, long stride, bool add = false) { return {y, stride, add}; }
+
+// The same for `height` rows, and at(row, column, n, v) for each vector v of the product, n numbers of which count, along its
+// rows.
 //
 // What `at` reads and writes is often in no cache. Along rows the processor prefetches it. With the few columns of a single
 // panel it waits at each row: in float32 an MLP's backward pass takes 1.16 to 1.24 times as long up to a width of 128 (Zen
@@ -156,16 +177,20 @@ template <class At>
 void multiply(long height, long depth, const unit* rows, long a_row, const unit* panels, long columns, At at) {
     constexpr long ROW = SPAN + NR;  // rows that are a power of two apart would share few places of the cache
     alignas(64) float products[BLOCK * ROW];
+    float* y = nullptr;  // where tiles store their sums themselves
+    long y_row = 0;
+    if constexpr (TERMS > 1 && std::is_same_v<At, Into>)
+        if (!at.add && height % MR == 0 && columns % NR == 0) y = at.y, y_row = at.stride;
     for (long c = 0; c < columns; c += SPAN)
         for (long block = 0; block < height; block += BLOCK) {
             const long wide = std::min(SPAN, columns - c), tall = std::min(BLOCK, height - block);
             for (long k = 0; k < depth; k += std::min(UNITS_AT_ONCE, depth)) {
                 const unit* from = rows + block * a_row + k * ALONG;
-                for (long i = 0; i < wide; i += NR)
-                    multiply_panel(tiles_of(tall), std::min(UNITS_AT_ONCE, depth - k), from, a_row,
-                                   panels + (c + i) * depth + k * NR, k > 0, products + i, ROW);
+                multiply_panels(tiles_of(tall), std::min(UNITS_AT_ONCE, depth - k), from, a_row, panels + c * depth + k * NR,
+                                depth, wide, are_far(depth, columns), k > 0, y ? y + block * y_row + c : products,
+                                y ? y_row : ROW);
             }
-            for (long r = 0; r < tall; r++)
+            for (long r = 0; r < tall && !y; r++)
                 vectors(wide, [&](long i, auto n) { at(block + r, c + i, n, load(products + r * ROW + i)); });
         }
 }
@@ -212,7 +237,8 @@ inline Part part_of(long tiles, long panels, long thread, long threads) {
 void add_outer_products(const unit* dy, const unit* x, long depth, long at_once, long outputs, long inputs, Part part,
                         bool first, float* c) {
     if constexpr (BY_AMX)
-        return add_outer_products_by_amx(dy, x, x_is_left(outputs, inputs), depth, outputs, inputs, part, first, c);
+        return add_outer_products_by_amx(dy, x, x_is_left(outputs, inputs), depth, outputs, inputs, part,
+                                         are_far(depth, std::max(outputs, inputs)), first, c);
     for (long from = 0; from < depth; from += at_once) {
         const long n = std::min(at_once, depth - from);
         const bool replace = first && from == 0;

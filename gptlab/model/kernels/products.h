@@ -150,9 +150,10 @@ namespace {
 struct Registers {};
 inline bool registers_are_permitted() { return true; }
 // Never called: they only have to be declared where `if constexpr` discards a call.
-inline void amx_tile(long, const unit*, long, long, const unit*, long, bool, float*, long) {}
+inline void amx_tile(long, const unit*, long, long, const unit*, long, bool, float*, long, const unit* = nullptr,
+                     long = 0, long = 1) {}
 inline void turn_panels(unit*, long, long, long, long) {}
 template <class Part>
-void add_outer_products_by_amx(const unit*, const unit*, bool, long, long, long, Part, bool, float*) {}
+void add_outer_products_by_amx(const unit*, const unit*, bool, long, long, long, Part, bool, bool, float*) {}
 }  // namespace
 #endif
