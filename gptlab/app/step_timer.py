@@ -31,10 +31,10 @@ def main(argv: list[str]) -> int:
     from gptlab.app.run.run_request import request_from_values
     from gptlab.config.errors import EXIT_USAGE, UserError
     from gptlab.runtime.files.plain_file import to_json
-    from gptlab.runtime.hardware.cpu import limit_spinning
+    from gptlab.runtime.hardware.cpu import prepare_torch
     from gptlab.training.step import quiet_garbage
 
-    limit_spinning()
+    prepare_torch()
     try:
         session = _open(request_from_values(None, json.loads(argv[0])))
         print(to_json(_description(session)), file=replies, flush=True)

@@ -162,9 +162,9 @@ def _dispatch(argv: list[str]) -> int:
     if name not in TOGETHER and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         _refuse_several(name)
     if name not in READERS:
-        from gptlab.runtime.hardware.cpu import limit_spinning
+        from gptlab.runtime.hardware.cpu import prepare_torch
 
-        limit_spinning()
+        prepare_torch()
     return importlib.import_module(COMMANDS[name][0]).main(argv[1:])
 
 

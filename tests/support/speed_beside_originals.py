@@ -148,9 +148,9 @@ def steps_of_nanogpt(case: Case) -> Callable[[], object]:
 
 
 def steps_of_gptlab(case: Case) -> Callable[[], object]:
-    from gptlab.runtime.hardware.cpu import limit_spinning
+    from gptlab.runtime.hardware.cpu import prepare_torch
 
-    limit_spinning()  # before torch is imported, as the command does
+    prepare_torch()  # before torch is imported, as the command does
     from gptlab.bench.timing import made_up_run, whole_steps
     from gptlab.config.load import apply_overrides
     from gptlab.config.recipes import configure

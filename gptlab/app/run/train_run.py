@@ -19,7 +19,7 @@ from gptlab.config.run import RunConfig, RuntimeConfig
 from gptlab.config.scaling import Machine
 from gptlab.data.corpus.documents import require_known
 from gptlab.runtime.hardware import installed
-from gptlab.runtime.hardware.cpu import limit_spinning, threads_beside_others, usable_cores
+from gptlab.runtime.hardware.cpu import prepare_torch, threads_beside_others, usable_cores
 from gptlab.runtime.processes.distributed import Group, World, apart
 from gptlab.runtime.records.console import Console, QuietConsole
 from gptlab.runtime.records.provenance import Evidence, begin_evidence
@@ -36,7 +36,7 @@ def train_run(
     `argv`: the command, for run.json. `started`: time.perf_counter() when the program began. Without `catch`, failed
     training raises TrainingFailed, and a second Ctrl-C KeyboardInterrupt: the process belongs to the caller.
     """
-    limit_spinning()  # before torch is imported
+    prepare_torch()  # before torch is imported
     world = World.from_environment()
     console = Console(quiet=request.options.get("quiet", False)) if world.is_main else QuietConsole()
     attempt = Attempt(console, argv, started, parts, catch=catch, config=config, group=Group(world))

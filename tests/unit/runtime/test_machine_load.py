@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gptlab.runtime.hardware import cpu
-from gptlab.runtime.hardware.cpu import MachineLoad, limit_spinning, threads_beside_others
+from gptlab.runtime.hardware.cpu import MachineLoad, prepare_torch, threads_beside_others
 
 
 class Machine:
@@ -98,9 +98,9 @@ def test_cores_in_use_are_those_of_this_machine() -> None:
 class TestSpinning:
     def test_what_the_user_set_stays(self) -> None:
         for given in ({"GOMP_SPINCOUNT": "7", "KMP_BLOCKTIME": "3"}, {"OMP_WAIT_POLICY": "active"}):
-            environment = dict(given)
-            _without_torch(limit_spinning, environment)
-            assert environment == given
+            environment = {"THP_MEM_ALLOC_ENABLE": "0", **given}
+            _without_torch(prepare_torch, environment)
+            assert environment == {"THP_MEM_ALLOC_ENABLE": "0", **given}
 
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="GNU's runtime is that of torch on Linux")
     @pytest.mark.parametrize(
@@ -122,6 +122,28 @@ class TestSpinning:
         script = f"{start}\nimport " + (f"ctypes\nctypes.CDLL({str(runtime)!r})" if runtime else "torch")
         done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True)
         assert "GOMP_SPINCOUNT = '10000'" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no large pages")
+def test_tensors_of_the_command_are_on_large_pages() -> None:
+    """Of the mapping that has a tensor's second half, as the kernel reports it (man 5 proc, smaps)."""
+    script = """if True:
+        from gptlab.cli.main import main
+        main(["train", "--steps", "x"])
+        import torch
+        tensor = torch.ones(16 << 20)
+        at = tensor.data_ptr() + tensor.nbytes // 2
+        found = False
+        for line in open("/proc/self/smaps"):
+            if "-" in (span := line.split()[0]) and ":" not in span:
+                first, last = (int(end, 16) for end in span.split("-"))
+                found = first <= at < last
+            elif found and line.startswith("VmFlags:"):
+                print("hg" in line.split())
+    """
+    variables = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "True"
 
 
 def _without_torch(call: object, environment: dict[str, str]) -> None:
