@@ -24,7 +24,7 @@ namespace kernels {
 
 // Memory for what the functions of a thread need at one time. It is kept from one to the next, which needs the same again:
 // memory from the operating system has to be cleared first, page by page. Pages of 2 MiB, where Linux has them, let more be
-// prefetched than those of 4 KiB: products by AMX take 0.70 to 0.87 of the time (docs/LOG.md, 2026-11-30).
+// prefetched than those of 4 KiB: an MLP by AMX takes 0.87 to 0.93 of the time (docs/LOG.md, 2026-11-30).
 class Arena {
   public:
     static constexpr long LINE = 64, HUGE_PAGE = 2 << 20;  // bytes
