@@ -345,6 +345,21 @@ MUTATIONS = [
         ["test_other_processors.py::test_amx_computes_the_same"],
     ),
     Mutation(
+        "AMX stores its sums in the wrong rows", "model/kernels/panels.h",
+        "y = at.y, y_row = at.stride;", "y = at.y, y_row = at.stride - 1;",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "AMX stores whole tiles where there are fewer columns", "model/kernels/panels.h",
+        "height % MR == 0 && columns % NR == 0)", "height % MR == 0)",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
+        "AMX stores whole tiles where there are fewer rows", "model/kernels/panels.h",
+        "height % MR == 0 && columns % NR == 0)", "columns % NR == 0)",
+        ["test_other_processors.py::test_amx_computes_the_same"],
+    ),
+    Mutation(
         "each call of a kernel takes its memory from the system", "model/kernels/scratch.h",
         "if (blocks.size() > 1) blocks.clear()", "if (true) blocks.clear()",
         ["test_kernel_memory.py::test_the_same_memory_is_used_again"],

@@ -167,8 +167,8 @@ struct Into {
 
 inline Into into(real* y, long stride, bool add = false) { return {y, stride, add}; }
 
-// The same for `height` rows, and at(row, column, n, v) for each vector v of the product, n numbers of which count, along its
-// rows.
+// The product of `height` rows, a_row units apart, by panels of `columns` columns: at(row, column, n, v) for each vector v of
+// it, n numbers of which count, along its rows.
 //
 // What `at` reads and writes is often in no cache. Along rows the processor prefetches it. With the few columns of a single
 // panel it waits at each row: in float32 an MLP's backward pass takes 1.16 to 1.24 times as long up to a width of 128 (Zen
@@ -177,7 +177,7 @@ template <class At>
 void multiply(long height, long depth, const unit* rows, long a_row, const unit* panels, long columns, At at) {
     constexpr long ROW = SPAN + NR;  // rows that are a power of two apart would share few places of the cache
     alignas(64) float products[BLOCK * ROW];
-    float* y = nullptr;  // where tiles store their sums themselves
+    float* y = nullptr;  // where tiles store their sums themselves: a linear layer of terms takes 0.92 of the time
     long y_row = 0;
     if constexpr (TERMS > 1 && std::is_same_v<At, Into>)
         if (!at.add && height % MR == 0 && columns % NR == 0) y = at.y, y_row = at.stride;
