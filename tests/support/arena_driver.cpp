@@ -4,8 +4,8 @@
 #include "scratch.h"
 
 #include <cstdio>
+#include <cstring>
 #include <fstream>
-#include <sstream>
 #include <string>
 #include <vector>
 
